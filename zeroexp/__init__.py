@@ -1,0 +1,31 @@
+"""zeroexp: experiments with models that do not fit. Importing this package imports no torch."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from zeroexp.config import Config
+    from zeroexp.engine import Engine, initialize
+    from zeroexp.zero.gathered import gathered
+    from zeroexp.zero.sharded_init import sharded_init
+
+# Public names and the module that owns each; resolved on first use so that ``import zeroexp`` stays fast.
+_OWNERS = {
+    "Config": "zeroexp.config",
+    "Engine": "zeroexp.engine",
+    "initialize": "zeroexp.engine",
+    "gathered": "zeroexp.zero.gathered",
+    "sharded_init": "zeroexp.zero.sharded_init",
+}
+
+__all__ = ["Config", "Engine", "__version__", "gathered", "initialize", "sharded_init"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _OWNERS:
+        return getattr(importlib.import_module(_OWNERS[name]), name)
+    raise AttributeError(f"module 'zeroexp' has no attribute {name!r}")

@@ -1,0 +1,70 @@
+"""Every error a user of zeroexp can meet, with the text they read.
+
+Each error is one message that says what is wrong and how to mend it. :class:`ConfigError` collects all problems of a
+configuration at once; the others belong to a run that has started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class ZeroexpError(Exception):
+    """Base of all errors raised on purpose. ``exit_code`` is what the command line ends with."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a configuration.
+
+    ``key`` is the dotted key (``zero.stage``), ``problem`` what is wrong with it, ``fix`` what to write instead.
+    """
+
+    key: str
+    problem: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.problem} {self.fix}".strip()
+
+
+class ConfigError(ZeroexpError):
+    """The configuration cannot run; carries every problem that was found (exit code 2)."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        count = len(self.problems)
+        width = max((len(p.key) for p in self.problems), default=0)
+        lines = [f"{count} problem{'s' if count != 1 else ''} in the configuration"]
+        for p in self.problems:
+            lines.append(f"  {p.key:<{width}}  {p.problem}  {p.fix}".rstrip())
+        super().__init__("\n".join(lines))
+
+
+class ModelError(ZeroexpError):
+    """The model cannot be sharded or was used in a way the engine cannot make right."""
+
+
+class OptimizerError(ZeroexpError):
+    """The optimizer does not fit the model or the chosen ZeRO stage."""
+
+
+class RankMismatch(ZeroexpError):
+    """The ranks disagree about something they must agree on (model, order, shapes)."""
+
+
+class CollectiveTimeout(ZeroexpError):
+    """A collective met its deadline; the message names it and the ranks that did not take part."""
+
+
+class NonFiniteError(ZeroexpError):
+    """A gradient or loss is not finite and ``precision.nonfinite`` is ``stop`` (run status ``nan``)."""
+
+
+class CheckpointError(ZeroexpError):
+    """A checkpoint is missing, incomplete, or does not fit the model."""
