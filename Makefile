@@ -1,0 +1,49 @@
+# Every target does its own set-up: `make train` on a fresh machine needs python3.11 and pip, nothing else.
+#   make venv                      create .venv, install the locked set and zeroexp (editable, with its C++ extension)
+#   make train ARGS="zero=stage3"  one run          make train ARGS="-m zero=stage0,stage3"  a sweep
+#   make test  [ARGS="-k layout"]  the test suite   make test ARGS=--full  with the long tests
+#   make lint  make format         ruff, mypy, clang-format
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+CPP := $(sort $(shell find csrc tests/native -name '*.cpp' -o -name '*.hpp' 2>/dev/null))
+PY := zeroexp strategies conf experiments tests benchmarks train.py
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: venv train test lint format native-test clean
+
+# Two stamps: a change of the lock refills the environment, a change of C++ only rebuilds the extension.
+venv: $(VENV)/.installed
+
+$(VENV)/.locked: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	@# torch by its exact version and first: pip then takes the build meant for this machine, and nothing
+	@# that depends on torch can choose another one.
+	$(BIN)/pip install -q -c constraints.txt "torch==2.13.0" setuptools scikit-build-core pybind11 cmake ninja
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.locked pyproject.toml CMakeLists.txt $(sort $(shell find csrc -type f))
+	$(BIN)/pip install -q --no-build-isolation -c constraints.txt -e ".[dev]"
+	@touch $@
+
+train: venv
+	$(BIN)/python train.py $(ARGS)
+
+test: venv
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+
+format: venv
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
+
+clean:
+	rm -rf $(VENV) build dist
