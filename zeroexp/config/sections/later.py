@@ -1,0 +1,43 @@
+"""Sections whose capability is not here yet: they exist so that `none` can be written, and refuse the rest by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroexp.config.setting import setting
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadConfig:
+    """The tier in which state lives. Only device memory exists now."""
+
+    kind: str = setting(
+        "none",
+        "where state is kept between uses. none: on the device; cpu and nvme arrive with the tiers.",
+        changes="nothing yet: every other value is refused by name",
+        choices=("none",),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineConfig:
+    """Pipeline parallelism."""
+
+    kind: str = setting(
+        "none",
+        "pipeline schedule. none: every rank holds all layers; the schedules arrive with pipeline parallelism.",
+        changes="nothing yet: every other value is refused by name",
+        choices=("none",),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """Mixture of experts."""
+
+    kind: str = setting(
+        "none",
+        "expert routing. none: dense layers; routing arrives with mixture of experts.",
+        changes="nothing yet: every other value is refused by name",
+        choices=("none",),
+    )

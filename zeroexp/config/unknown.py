@@ -1,0 +1,130 @@
+"""Keys and values that do not exist: where the user probably wanted to go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zeroexp.config.later import arrives_with
+from zeroexp.config.nearest import nearest
+from zeroexp.config.setting import Key
+from zeroexp.config.tree import KEYS, SECTIONS
+from zeroexp.config.value import plain, show
+from zeroexp.errors import Problem
+
+# Names that users bring from other systems, lower case, last part of a dotted key.
+FOREIGN = {
+    "train_batch_size": "data.batch_size",
+    "global_batch_size": "data.batch_size",
+    "train_micro_batch_size_per_gpu": "data.micro_batch_size",
+    "per_device_train_batch_size": "data.micro_batch_size",
+    "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
+    "gradient_clipping": "trainer.gradient_clip_val",
+    "max_grad_norm": "trainer.gradient_clip_val",
+    "grad_clip": "trainer.gradient_clip_val",
+    "learning_rate": "optim.lr",
+    "num_workers": "data.workers",
+    "num_epochs": "trainer.max_epochs",
+    "num_train_epochs": "trainer.max_epochs",
+    "gpus": "trainer.devices",
+    "world_size": "trainer.devices",
+    "nproc_per_node": "trainer.devices",
+    "nnodes": "trainer.num_nodes",
+    "val_check_interval": "trainer.val_every",
+    "limit_val_batches": "trainer.val_batches",
+    "log_every_n_steps": "trainer.log_every",
+    "reduce_bucket_size": "zero.bucket",
+    "overlap_comm": "zero.overlap",
+    "initial_scale_power": "precision.loss_scale.init",
+    "loss_scale_window": "precision.loss_scale.interval",
+    "min_loss_scale": "precision.loss_scale.floor",
+    "n_layer": "model.layers",
+    "num_layers": "model.layers",
+    "num_hidden_layers": "model.layers",
+    "n_head": "model.heads",
+    "num_heads": "model.heads",
+    "num_attention_heads": "model.heads",
+    "num_key_value_heads": "model.kv_heads",
+    "n_embd": "model.dim",
+    "hidden_size": "model.dim",
+    "d_model": "model.dim",
+    "intermediate_size": "model.hidden",
+    "block_size": "data.seq_len",
+    "sequence_length": "data.seq_len",
+    "output_dir": "paths.runs",
+    "resume_from_checkpoint": "checkpoint.resume",
+    "ckpt_path": "checkpoint.resume",
+}
+
+
+def unknown_key(path: str) -> Problem:
+    """The problem of a key that does not exist, with the nearest one that does."""
+    section, _, rest = path.partition(".")
+    capability = arrives_with(section)
+    if capability is not None:
+        only = f"Only {section}=none exists in this version." if section in SECTIONS else "It is not in this version."
+        return Problem(path, f"arrives with {capability}.", only)
+    if path in SECTIONS or not rest or section in SECTIONS:
+        problem = "no such key."
+    else:
+        problem = f"no such section as {section}."
+    return Problem(path, problem, suggestion(path))
+
+
+def suggestion(path: str) -> str:
+    """``Did you mean …?`` for a key that does not exist; a pointer to the list where nothing is near."""
+    keys = candidates(path)
+    if not keys:
+        return "docs/configuration.md lists every key."
+    if len(keys) == 1:
+        return f"Did you mean  {described(KEYS[keys[0]])}?"
+    return f"Did you mean one of  {', '.join(keys)}?"
+
+
+def described(key: Key) -> str:
+    """``zero.stage  (ZeRO stage 0-3, default 1)``."""
+    return f"{key.path}  ({key.meta.phrase}, default {show(plain(key.default), key)})"
+
+
+def candidates(path: str) -> list[str]:
+    """Existing keys that ``path`` may stand for, at most three, the best first."""
+    head, _, name = path.rpartition(".")
+    name = name or path
+    if name.lower() in FOREIGN:
+        return [FOREIGN[name.lower()]]
+    section, _, rest = path.partition(".")
+    if rest and section not in SECTIONS:
+        corrected = [f"{near}.{rest}" for near in nearest(section, SECTIONS, 3)]
+        found = [c for c in corrected if c in KEYS]
+        if not found:
+            found = [n for c in corrected for n in nearest(c, _below(c.partition(".")[0]))][:1]
+        if found:
+            return found[:1]
+    elif not rest:
+        near = nearest(section, SECTIONS)
+        if near and f"{near[0]}.kind" in KEYS:
+            return [f"{near[0]}.kind"]
+    inside = [key for key in _below(head) if key != head] if head else []
+    close = nearest(path, inside) if nearest(name, [k.rpartition(".")[2] for k in inside]) else []
+    elsewhere = [key for key in KEYS if key.rpartition(".")[2] == name]
+    if elsewhere:
+        return elsewhere[:3]
+    if close:
+        return close
+    top = nearest(name, [key.rpartition(".")[2] for key in KEYS])
+    return [key for key in KEYS if top and key.rpartition(".")[2] == top[0]][:3] or nearest(path, KEYS)
+
+
+def _below(section: str) -> list[str]:
+    return [key for key in KEYS if key.startswith(f"{section}.")]
+
+
+def later_value(key: Key, value: Any) -> Problem | None:
+    """The problem of a value that is planned but not here, or None."""
+    if key.name != "kind":
+        return None
+    capability = arrives_with(key.section, value)
+    if capability is None or value is None:
+        return None
+    choices = ", ".join(key.meta.choices)
+    exist = f"Only {choices} exists in this version" if len(key.meta.choices) == 1 else f"Here now: {choices}"
+    return Problem(key.path, f"{show(value)} arrives with {capability}.", f"{exist}.")
