@@ -1,0 +1,164 @@
+"""Which rank failed first, and how: one verdict out of error files, exit codes and the kernel's
+word on memory.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zeroexp.run import status
+from zeroexp.run.atomic import read_json
+from zeroexp.run.directory import RunDirectory
+from zeroexp.run.fault import lost_peer
+
+_PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """How one rank ended badly. ``signal`` is set when a signal ended it, ``message`` when it could
+    say why.
+    """
+
+    rank: int
+    #: seconds since the epoch: when the error was raised, else when the end was seen
+    time: float
+    signal: int | None = None
+    exit_code: int | None = None
+    kind: str = ""  # the class name of the exception
+    message: str = ""
+    traceback: str = ""
+    status: str = status.CRASH  # what the rank itself takes its error for
+
+    @property
+    def is_consequence(self) -> bool:
+        """True for an error that only says that another rank is gone or was stopped by the
+        agent.
+        """
+        if self.signal == signal.SIGTERM or self.exit_code == 128 + signal.SIGTERM:
+            return True
+        return self.signal is None and self.status != status.TIMEOUT and lost_peer(self.message)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The status class of a failed run with its reason; ``first`` is the failure that started it,
+    if one is known.
+    """
+
+    status: str
+    reason: str
+    first: RankFailure | None = None
+
+    @property
+    def failed_rank(self) -> int | None:
+        return self.first.rank if self.first else None
+
+
+def collect(directory: RunDirectory) -> list[RankFailure]:
+    """Every bad end of a rank that the run directory tells of, error files joined with exit
+    codes.
+    """
+    exits: dict[int, dict[str, object]] = {}
+    for entry in (read_json(directory.exits) or {}).get("exits", []):
+        if entry["exit_code"] != 0:
+            exits[entry["rank"]] = entry  # a later attempt replaces an earlier one
+        else:
+            exits.pop(entry["rank"], None)
+    found: list[RankFailure] = []
+    for path in sorted(directory.errors.glob("rank*.json")) if directory.errors.is_dir() else []:
+        error = read_json(path)
+        if error is None:
+            continue
+        rank = int(error["rank"])
+        end = exits.pop(rank, {})
+        code = end.get("exit_code")
+        # A rank that was told to stop may raise on the way; its error is the agent's doing.
+        found.append(
+            RankFailure(
+                rank=rank,
+                time=float(error["time"]),
+                signal=-code
+                if isinstance(code, int) and code < 0 and not error["message"]
+                else None,
+                exit_code=code if isinstance(code, int) else None,
+                kind=str(error["kind"]),
+                message=str(error["message"]),
+                traceback=str(error["traceback"]),
+                status=str(error["status"]),
+            )
+        )
+    for rank, end in exits.items():
+        code = end["exit_code"]
+        number = code if isinstance(code, int) else None
+        found.append(
+            RankFailure(
+                rank=rank,
+                time=float(str(end["time"])),
+                signal=-number if number is not None and number < 0 else None,
+                exit_code=number,
+            )
+        )
+    return found
+
+
+def first(failures: Sequence[RankFailure]) -> RankFailure | None:
+    """The failure that started it: the earliest that is not a mere consequence, else the earliest
+    of all.
+    """
+    causes = [failure for failure in failures if not failure.is_consequence]
+    return min(causes or failures, key=lambda failure: failure.time, default=None)
+
+
+def verdict(directory: RunDirectory, *, agent_code: int, oom_kills: int) -> Verdict:
+    """What became of a run whose agent ended with ``agent_code`` (not 0).
+
+    ``oom_kills`` is how many processes the kernel killed for memory during the run.
+    """
+    failures = collect(directory)
+    cause = first(failures)
+    if cause is None:
+        return Verdict(status.CRASH, _agent_reason(directory, agent_code))
+    if cause.signal is not None:
+        name = signal_name(cause.signal)
+        if cause.signal == signal.SIGKILL and oom_kills > 0:
+            return Verdict(
+                status.OOM, f"rank {cause.rank} was killed by the kernel: out of host memory", cause
+            )
+        hint = "; its log ends with the C stack" if cause.signal in _FAULTS else ""
+        return Verdict(status.CRASH, f"rank {cause.rank} was ended by {name}{hint}", cause)
+    if cause.message or cause.kind:
+        text = cause.message.strip() or cause.kind
+        head = text.splitlines()[0]
+        return Verdict(cause.status, f"rank {cause.rank}: {cause.kind}: {head}", cause)
+    return Verdict(
+        status.CRASH,
+        f"rank {cause.rank} ended with exit code {cause.exit_code} and no Python error",
+        cause,
+    )
+
+
+_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9; the bare number for a signal without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _agent_reason(directory: RunDirectory, code: int) -> str:
+    try:
+        text = directory.agent_log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    if _PORT_TAKEN.search(text):
+        return "the port of the rendezvous is in use by another process; start the run again"
+    lines = [line for line in text.splitlines() if line.strip()]
+    last = lines[-1].strip() if lines else "no output"
+    return f"the elastic agent ended with exit code {code}: {last}"

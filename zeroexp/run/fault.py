@@ -1,0 +1,91 @@
+"""A rank's own word on why it failed: the exception, its class of status and the moment, in
+``errors/rankN.json``.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+import traceback
+from typing import Any
+
+from zeroexp.errors import CollectiveTimeout, ConfigError, NonFiniteError
+from zeroexp.run import status
+from zeroexp.run.atomic import write_json
+from zeroexp.run.directory import RunDirectory
+
+# What gloo, NCCL and the store say to a rank whose peer has gone. Such an error is a consequence of
+# another rank's end.
+_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused)|closed by peer|broken pipe|socket (closed|timeout)|"
+    r"remote process exited|connection timed out|recvValue failed|sendBytes failed|"
+    r"failed to (recv|send)|heartbeat monitor|application timeout caused pair closure",
+    re.IGNORECASE,
+)
+_TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
+_NO_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|cannot allocate memory|unable to mmap", re.IGNORECASE
+)
+
+
+def lost_peer(message: str) -> bool:
+    """True for the message of an error that only says that another rank is gone."""
+    return bool(_LOST_PEER.search(message))
+
+
+def classify(error: BaseException) -> str:
+    """The status class of an exception that ended a rank; causes (``raise … from …``) are looked at
+    too.
+    """
+    link: BaseException | None = error
+    while link is not None:
+        found = _class_of(link)
+        if found != status.CRASH:
+            return found
+        link = link.__cause__
+    return status.CRASH
+
+
+def _class_of(error: BaseException) -> str:
+    if isinstance(error, ConfigError):
+        return status.CONFIG
+    if isinstance(error, NonFiniteError):
+        return status.NAN
+    if isinstance(error, CollectiveTimeout):
+        return status.TIMEOUT
+    if isinstance(error, KeyboardInterrupt):
+        return status.INTERRUPTED
+    message = str(error)
+    torch = sys.modules.get(
+        "torch"
+    )  # a rank that failed before torch was imported needs no torch to say so
+    if isinstance(error, MemoryError) or (
+        torch is not None and isinstance(error, torch.OutOfMemoryError)
+    ):
+        return status.OOM
+    if isinstance(error, (RuntimeError, OSError)):
+        # The CPU allocator, mmap and the process groups raise these two classes and say the rest in
+        # words.
+        if _NO_MEMORY.search(message):
+            return status.OOM
+        if _TIMED_OUT.search(message) and not lost_peer(message):
+            return status.TIMEOUT
+    return status.CRASH
+
+
+def record(
+    directory: RunDirectory, rank: int, error: BaseException, *, at: float | None = None
+) -> None:
+    """Write ``errors/rank<rank>.json``: rank, time, kind, message, traceback, status."""
+    directory.errors.mkdir(exist_ok=True)
+    text = "".join(traceback.format_exception(error))
+    value: dict[str, Any] = {
+        "rank": rank,
+        "time": time.time() if at is None else at,
+        "kind": type(error).__name__,
+        "message": str(error),
+        "traceback": text,
+        "status": classify(error),
+    }
+    write_json(directory.error(rank), value)

@@ -1,0 +1,99 @@
+"""The first and last things every rank does, whatever it runs: its log, its lifeline and its word
+on a failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeroexp.run import fault
+from zeroexp.run.directory import RunDirectory
+from zeroexp.run.launch import GRACE_SECONDS
+from zeroexp.run.lifeline import PARENT, die_with_parent, end_on_sigterm
+from zeroexp.run.terminal import FAILED_LINE, STARTED_LINE
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One process of a run. ``attempt`` counts restarts after a crash, from 0."""
+
+    directory: RunDirectory
+    rank: int
+    local_rank: int
+    world_size: int
+    attempt: int = 0
+
+    @classmethod
+    def from_environment(cls, directory: RunDirectory) -> Rank:
+        """The rank that torchrun's variables describe; rank 0 of 1 without them."""
+        return cls(
+            directory=directory,
+            rank=int(os.environ.get("RANK", "0")),
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
+
+
+def log_to(path: Path) -> None:
+    """Send everything this process and its children print, C code included, to the end of
+    ``path``.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+@contextlib.contextmanager
+def start_rank(run_dir: Path) -> Iterator[Rank]:
+    """The frame around a rank's work; what it raises is recorded in errors/rankN.json and ends the
+    process with 1.
+
+    Log, lifeline and fault handler are set up before the body imports anything heavy, so that a
+    failing import is seen like any other failure.
+    """
+    directory = RunDirectory(run_dir)
+    rank = Rank.from_environment(directory)
+    log_to(directory.log(rank.rank))
+    if rank.attempt:
+        print(f"{STARTED_LINE}{rank.attempt + 1}", flush=True)
+    faulthandler.enable()
+    parent = os.environ.pop(PARENT, "")
+    if parent.isdigit():
+        die_with_parent(int(parent))
+    end_on_sigterm(GRACE_SECONDS)
+    with contextlib.suppress(FileNotFoundError):
+        directory.error(rank.rank).unlink()  # of an earlier attempt
+    with recording(rank):
+        yield rank
+
+
+@contextlib.contextmanager
+def recording(rank: Rank) -> Iterator[None]:
+    """Record an exception of the body as this rank's failure, print it to the rank's log and exit
+    with its code.
+    """
+    try:
+        yield
+    except Exception as error:
+        fault.record(rank.directory, rank.rank, error)
+        # The line that makes the terminal stop copying this log: the driver shows the first
+        # failure, which may be another rank's, before anything else.
+        print(f"{FAILED_LINE}{rank.rank}", flush=True)
+        traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: interpreter shutdown would wait for data workers and communication threads
+        # whose peers are gone, and the other ranks learn of this failure only when the process
+        # ends.
+        os._exit(getattr(error, "exit_code", 1))
