@@ -1,4 +1,135 @@
 // The Python face of the compiled ops: zeroexp._C. Import torch first, so that both share one OpenMP runtime.
+// zeroexp.ops has checked dtype, device, contiguity and sizes of what arrives here as addresses; nobody else calls it.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
-PYBIND11_MODULE(_C, module) { module.doc() = "Compiled ops of zeroexp; use zeroexp.ops."; }
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "dispatch.hpp"
+#include "host_range.hpp"
+
+namespace py = pybind11;
+
+namespace {
+
+using zeroexp::AdamArgs;
+using zeroexp::KernelTable;
+using zeroexp::Type;
+
+Type type_named(const std::string& name) {
+  if (name == "float32") return Type::f32;
+  if (name == "bfloat16") return Type::bf16;
+  if (name == "float16") return Type::f16;
+  if (name == "float64") return Type::f64;
+  if (name.empty()) return Type::none;
+  throw std::invalid_argument("no kernel for dtype '" + name + "'");
+}
+
+template <class T>
+T* at(std::uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// The kernels of one instruction set.
+class Kernels {
+ public:
+  explicit Kernels(const std::string& isa) : table_(zeroexp::table_for(isa)) {}
+
+  const char* isa() const { return table_.name; }
+
+  void adam(std::uintptr_t param, std::uintptr_t grad, std::uintptr_t exp_avg, std::uintptr_t exp_avg_sq,
+            std::uintptr_t copy, std::size_t size, const std::string& grad_type, const std::string& copy_type, bool l2,
+            double grad_scale, double decay, double weight_decay, double one_minus_beta1, double beta2,
+            double one_minus_beta2, double bias2_sqrt, double eps, double neg_step_size, int threads) const {
+    const AdamArgs args{at<float>(param),
+                        at<float>(exp_avg),
+                        at<float>(exp_avg_sq),
+                        at<const void>(grad),
+                        at<std::uint16_t>(copy),
+                        static_cast<float>(grad_scale),
+                        static_cast<float>(decay),
+                        static_cast<float>(weight_decay),
+                        static_cast<float>(one_minus_beta1),
+                        static_cast<float>(beta2),
+                        static_cast<float>(one_minus_beta2),
+                        static_cast<float>(bias2_sqrt),
+                        static_cast<float>(eps),
+                        static_cast<float>(neg_step_size)};
+    const Type grad_kind = type_named(grad_type);
+    const Type copy_kind = type_named(copy_type);
+    if (grad_kind > Type::f16) throw std::invalid_argument("no Adam kernel for gradients of " + grad_type);
+    if (copy_kind == Type::f32 || copy_kind == Type::f64) {
+      throw std::invalid_argument("no Adam kernel for a copy of " + copy_type);
+    }
+    py::gil_scoped_release unlocked;
+    zeroexp::run_adam(table_, args, size, grad_kind, copy_kind, l2, threads);
+  }
+
+  void adam_traffic(std::uintptr_t param, std::uintptr_t grad, std::uintptr_t exp_avg, std::uintptr_t exp_avg_sq,
+                    std::size_t size, int threads) const {
+    AdamArgs args{};
+    args.param = at<float>(param);
+    args.grad = at<const void>(grad);
+    args.exp_avg = at<float>(exp_avg);
+    args.exp_avg_sq = at<float>(exp_avg_sq);
+    py::gil_scoped_release unlocked;
+    zeroexp::run_adam_traffic(table_, args, size, threads);
+  }
+
+  double sum_squares(std::uintptr_t data, std::size_t size, const std::string& type, int threads) const {
+    const Type kind = type_named(type);
+    if (kind == Type::none) throw std::invalid_argument("sum_squares needs a dtype");
+    py::gil_scoped_release unlocked;
+    return zeroexp::run_sum_squares(table_, at<const void>(data), size, kind, threads);
+  }
+
+  void sum_into(std::uintptr_t out, const std::vector<std::uintptr_t>& parts, std::size_t size, const std::string& type,
+                int threads) const {
+    const Type kind = type_named(type);
+    if (kind == Type::none || parts.empty()) throw std::invalid_argument("sum_into needs a dtype and parts");
+    std::vector<const void*> addresses;
+    addresses.reserve(parts.size());
+    for (const std::uintptr_t part : parts) addresses.push_back(at<const void>(part));
+    py::gil_scoped_release unlocked;
+    zeroexp::run_sum_into(table_, at<void>(out), addresses, size, kind, threads);
+  }
+
+ private:
+  const KernelTable& table_;
+};
+
+}  // namespace
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "Compiled ops of zeroexp; use zeroexp.ops.";
+  module.def("available_isas", &zeroexp::available_isas, "Instruction sets of this machine, slowest first.");
+
+  py::class_<Kernels>(module, "Kernels", "The kernels of one instruction set; '' takes the fastest.")
+      .def(py::init<const std::string&>(), py::arg("isa") = "")
+      .def_property_readonly("isa", &Kernels::isa)
+      .def("adam", &Kernels::adam, py::kw_only(), py::arg("param"), py::arg("grad"), py::arg("exp_avg"),
+           py::arg("exp_avg_sq"), py::arg("copy"), py::arg("size"), py::arg("grad_type"), py::arg("copy_type"),
+           py::arg("l2"), py::arg("grad_scale"), py::arg("decay"), py::arg("weight_decay"), py::arg("one_minus_beta1"),
+           py::arg("beta2"), py::arg("one_minus_beta2"), py::arg("bias2_sqrt"), py::arg("eps"),
+           py::arg("neg_step_size"), py::arg("threads"))
+      .def("adam_traffic", &Kernels::adam_traffic, py::kw_only(), py::arg("param"), py::arg("grad"), py::arg("exp_avg"),
+           py::arg("exp_avg_sq"), py::arg("size"), py::arg("threads"),
+           "Benchmark only: 4 reads and 3 writes of `size` floats without Adam's arithmetic.")
+      .def("sum_squares", &Kernels::sum_squares, py::kw_only(), py::arg("data"), py::arg("size"), py::arg("type"),
+           py::arg("threads"))
+      .def("sum_into", &Kernels::sum_into, py::kw_only(), py::arg("out"), py::arg("parts"), py::arg("size"),
+           py::arg("type"), py::arg("threads"));
+
+  py::class_<zeroexp::HostRange>(module, "HostRange", py::buffer_protocol())
+      .def(py::init<std::size_t>(), py::arg("num_bytes"))
+      .def_buffer([](zeroexp::HostRange& range) {
+        return py::buffer_info(static_cast<std::uint8_t*>(range.data()), static_cast<py::ssize_t>(range.size()));
+      })
+      .def_property_readonly("num_bytes", &zeroexp::HostRange::size)
+      .def_property_readonly("huge_pages", &zeroexp::HostRange::huge_pages)
+      .def_property_readonly("resident_bytes", &zeroexp::HostRange::resident_bytes)
+      .def("release", &zeroexp::HostRange::release, py::call_guard<py::gil_scoped_release>());
+}

@@ -1,0 +1,25 @@
+// Which instruction sets this machine has, and the ops over whole arrays: the range is cut into a fixed pattern of
+// parts, one per thread, and every part goes through one KernelTable. Results do not depend on the number of threads.
+#pragma once
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "kernels/table.hpp"
+
+namespace zeroexp {
+
+// Names of the tables this machine can run, slowest first ("baseline" always).
+std::vector<std::string> available_isas();
+
+// The table of that name; "" takes the fastest. Throws std::invalid_argument for a name that this machine has not.
+const KernelTable& table_for(const std::string& isa);
+
+void run_adam(const KernelTable& table, const AdamArgs& args, std::size_t size, Type grad, Type copy, bool l2,
+              int threads);
+void run_adam_traffic(const KernelTable& table, const AdamArgs& args, std::size_t size, int threads);
+double run_sum_squares(const KernelTable& table, const void* data, std::size_t size, Type type, int threads);
+void run_sum_into(const KernelTable& table, void* out, const std::vector<const void*>& parts, std::size_t size,
+                  Type type, int threads);
+
+}  // namespace zeroexp

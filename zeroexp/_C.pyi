@@ -1,0 +1,52 @@
+"""The compiled ops (csrc/module.cpp). Arguments are addresses; only zeroexp.ops calls these."""
+
+from collections.abc import Sequence
+
+from typing_extensions import Buffer
+
+def available_isas() -> list[str]: ...
+
+class Kernels:
+    def __init__(self, isa: str = ...) -> None: ...
+    @property
+    def isa(self) -> str: ...
+    def adam(
+        self,
+        *,
+        param: int,
+        grad: int,
+        exp_avg: int,
+        exp_avg_sq: int,
+        copy: int,
+        size: int,
+        grad_type: str,
+        copy_type: str,
+        l2: bool,
+        grad_scale: float,
+        decay: float,
+        weight_decay: float,
+        one_minus_beta1: float,
+        beta2: float,
+        one_minus_beta2: float,
+        bias2_sqrt: float,
+        eps: float,
+        neg_step_size: float,
+        threads: int,
+    ) -> None: ...
+    def adam_traffic(
+        self, *, param: int, grad: int, exp_avg: int, exp_avg_sq: int, size: int, threads: int
+    ) -> None: ...
+    def sum_squares(self, *, data: int, size: int, type: str, threads: int) -> float: ...
+    def sum_into(
+        self, *, out: int, parts: Sequence[int], size: int, type: str, threads: int
+    ) -> None: ...
+
+class HostRange(Buffer):
+    def __init__(self, num_bytes: int) -> None: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def huge_pages(self) -> bool: ...
+    @property
+    def resident_bytes(self) -> int: ...
+    def release(self) -> None: ...

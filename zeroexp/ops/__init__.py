@@ -1,0 +1,14 @@
+"""CPU ops that are bound by memory bandwidth, compiled where possible, in torch elsewhere.
+
+Each op has one contract and two implementations: the kernel in ``zeroexp._C`` (built at install, chosen for the CPU at
+run time) and the same arithmetic in torch. :func:`status` says which one is in use and why.
+"""
+
+from __future__ import annotations
+
+from zeroexp.ops.adamw import adamw_
+from zeroexp.ops.host_range import HostRange
+from zeroexp.ops.native import OpsStatus, status
+from zeroexp.ops.sums import sum_into, sum_squares
+
+__all__ = ["HostRange", "OpsStatus", "adamw_", "status", "sum_into", "sum_squares"]
