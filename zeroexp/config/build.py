@@ -33,7 +33,8 @@ def build(partial: Mapping[str, Any], *, base: Config | None = None) -> Config:
 
 
 def flatten(partial: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Known leaf keys of a nested or dotted mapping with their raw values, and the problems on the way."""
+    """Known leaf keys of a nested or dotted mapping with their raw values, and the problems on "
+    "the way."""
     leaves: dict[str, Any] = {}
     problems: list[Problem] = []
     for path, value in _leaves(partial, ""):
@@ -77,7 +78,9 @@ def _leaves(node: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 def free_key(path: str) -> str | None:
     """The key with free entries (``model.kwargs``) that ``path`` lies below, if any."""
-    return next((key.path for key in KEYS.values() if key.free and path.startswith(f"{key.path}.")), None)
+    return next(
+        (key.path for key in KEYS.values() if key.free and path.startswith(f"{key.path}.")), None
+    )
 
 
 def _section(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -89,7 +92,14 @@ def _section(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         first = next(key for key in KEYS.values() if key.section == path)
         example = f"{path}.{first.name}={show(first.default, first)}"
         off = f" Off is {path}.kind=none." if value is None and f"{path}.kind" in KEYS else ""
-        yield path, Problem(path, f"{show(value)} is not a section.", f"Set one of its keys, as in {example}.{off}")
+        yield (
+            path,
+            Problem(
+                path,
+                f"{show(value)} is not a section.",
+                f"Set one of its keys, as in {example}.{off}",
+            ),
+        )
 
 
 def coerced(leaves: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
@@ -120,4 +130,3 @@ def _assemble(values: Mapping[str, Any], node: Any, prefix: str) -> Any:
         else:
             parts[f.name] = values.get(path, current)
     return type(node)(**parts)
-

@@ -6,7 +6,16 @@ import re
 from fractions import Fraction
 
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_DECIMAL = {"k": "KiB", "kb": "KiB", "m": "MiB", "mb": "MiB", "g": "GiB", "gb": "GiB", "t": "TiB", "tb": "TiB"}
+_DECIMAL = {
+    "k": "KiB",
+    "kb": "KiB",
+    "m": "MiB",
+    "mb": "MiB",
+    "g": "GiB",
+    "gb": "GiB",
+    "t": "TiB",
+    "tb": "TiB",
+}
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*")
 
 
@@ -14,7 +23,7 @@ def parse_bytes(text: str) -> int:
     """``"64MiB"`` to 67108864. Units B, KiB, MiB, GiB, TiB, in any case, also after a space.
 
     Raises:
-        ValueError: with what is wrong: no unit, a decimal unit, or a size that is no whole number of bytes.
+        ValueError: with what is wrong: no unit, a decimal unit, or no whole number of bytes.
     """
     match = _PATTERN.fullmatch(text)
     if match is None:

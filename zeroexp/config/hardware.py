@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-# Flags of /proc/cpuinfo that mean a bf16 product in one instruction. Without them a bf16 step is emulated and about
+# Flags of /proc/cpuinfo that mean a bf16 product in one instruction. Without them a bf16 step is
+# emulated and about
 # ten times slower than fp32.
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 # The same for 64-bit Arm, where the line is called Features.

@@ -31,7 +31,8 @@ OPTIONS: dict[tuple[str, str], str] = {
 
 
 def arrives_with(section: str, value: object = None) -> str | None:
-    """The capability that ``section`` (or this value of it) waits for, or None when it waits for nothing."""
+    """The capability that ``section`` (or this value of it) waits for, or None when it waits for "
+    "nothing."""
     if section in SECTIONS and value != "none":
         return SECTIONS[section]
     return OPTIONS.get((section, value)) if isinstance(value, str) else None

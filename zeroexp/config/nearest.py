@@ -9,13 +9,17 @@ from collections.abc import Iterable
 def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
     """Up to ``count`` of ``known``, the best first; empty when none is near.
 
-    Near is: a small edit distance relative to the length (difflib's ratio of at least 0.6, ignoring case), or one
-    word inside the other (``3`` and ``stage3``), when only a single known word matches in that way.
+    Near is: a small edit distance relative to the length (difflib's ratio of at least 0.6, ignoring
+    case), or one word inside the other (``3`` and ``stage3``), when only a single known word
+    matches in that way.
     """
     candidates = list(dict.fromkeys(known))
     wanted = word.lower()
     scored = sorted(
-        ((-difflib.SequenceMatcher(None, wanted, c.lower()).ratio(), i, c) for i, c in enumerate(candidates)),
+        (
+            (-difflib.SequenceMatcher(None, wanted, c.lower()).ratio(), i, c)
+            for i, c in enumerate(candidates)
+        ),
     )
     close = [c for score, _, c in scored if score <= -0.6]
     if not close and wanted:

@@ -1,8 +1,8 @@
 """One setting of a section: its default, its documentation and what a value must look like.
 
-A section is a frozen dataclass whose fields are made by :func:`setting`. The metadata written there is the only place
-where a key is described: values are checked against it, ``zeroexp explain`` prints it, docs/configuration.md is
-generated from it.
+A section is a frozen dataclass whose fields are made by :func:`setting`. The metadata written there
+is the only place where a key is described: values are checked against it, ``zeroexp explain``
+prints it, docs/configuration.md is generated from it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _METADATA_KEY = "zeroexp"
 class Meta:
     """What is known about a key besides its type and default.
 
-    ``doc`` begins with a short phrase up to the first full stop: hints quote it. ``changes`` says what in a run is
-    different when the value is. ``digest`` tells whether the key takes part in the config digest (it does when results
-    or reported figures may depend on it). ``kinds`` names the values of the section's ``kind`` to which the key
-    applies; empty means all.
+    ``doc`` begins with a short phrase up to the first full stop: hints quote it. ``changes`` says
+    what in a run is different when the value is. ``digest`` tells whether the key takes part in the
+    config digest (it does when results or reported figures may depend on it). ``kinds`` names the
+    values of the section's ``kind`` to which the key applies; empty means all.
     """
 
     doc: str
@@ -65,7 +65,8 @@ def setting(
 ) -> Any:
     """A dataclass field with its documentation. A callable ``default`` is a default factory.
 
-    ``words`` are strings that an integer key accepts besides numbers; ``unit="bytes"`` accepts ``"64MiB"``.
+    ``words`` are strings that an integer key accepts besides numbers; ``unit="bytes"`` accepts
+    ``"64MiB"``.
     """
     meta = Meta(
         doc=doc,
@@ -90,7 +91,8 @@ def setting(
 
 @dataclass(frozen=True)
 class Key:
-    """A leaf of the configuration: ``path`` is the dotted key, ``type`` the annotation, ``default`` the value."""
+    """A leaf of the configuration: ``path`` is the dotted key, ``type`` the annotation, "
+    "``default`` the value."""
 
     path: str
     type: Any

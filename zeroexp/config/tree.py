@@ -38,8 +38,8 @@ DEFAULT_BATCH_SIZE = 24  # sequences; comes out for 1, 2, 3, 4, 6 and 8 ranks
 class Config:
     """Everything that describes a run.
 
-    Build it with :meth:`from_mapping` (checked), :func:`zeroexp.config.compose` (from a command line) or
-    :func:`zeroexp.config.load` (from a file).
+    Build it with :meth:`from_mapping` (checked), :func:`zeroexp.config.compose` (from a command
+    line) or :func:`zeroexp.config.load` (from a file).
     """
 
     name: str = setting(
@@ -107,7 +107,7 @@ class Config:
     # ----------------------------------------------------------------- read
     def to_dict(self) -> dict[str, Any]:
         """All keys as nested dicts, lists and scalars, ready for JSON or YAML."""
-        return _as_dict(self)
+        return {f.name: _as_dict(getattr(self, f.name)) for f in fields(self)}
 
     def get(self, path: str) -> Any:
         """The value of a dotted key. Raises KeyError when there is none."""
@@ -149,11 +149,13 @@ class Config:
         return self.batch_size // (self.data_ranks * self.trainer.accumulate_grad_batches)
 
     def resolved(self) -> Config:
-        """This configuration with every ``auto`` and every derived value written out for this machine.
+        """This configuration with every ``auto`` and every derived value written out for this
+        machine.
 
-        Resolving twice changes nothing. Left as they are: ``zero.shard_size: none`` (all data ranks, which an engine
-        counts in its process group), ``zero.reshard_after_forward: auto`` (a policy, not a choice to be made here),
-        ``launch.threads_per_rank: none`` and everything that means "off".
+        Resolving twice changes nothing. Left as they are: ``zero.shard_size: none`` (all data
+        ranks, which an engine counts in its process group), ``zero.reshard_after_forward: auto`` (a
+        policy, not a choice to be made here), ``launch.threads_per_rank: none`` and everything that
+        means "off".
         """
         accelerator = self.trainer.accelerator
         if accelerator == "auto":
@@ -171,9 +173,11 @@ class Config:
         )
 
     def digest(self) -> str:
-        """16 hex digits over every key that results or reported figures depend on, resolved for this machine.
+        """16 hex digits over every key that results or reported figures depend on, resolved for
+        this machine.
 
-        Names, paths of output, loggers and timeouts take no part: two runs with one digest compute the same.
+        Names, paths of output, loggers and timeouts take no part: two runs with one digest compute
+        the same.
         """
         tree = self.resolved().to_dict()
         values = {}

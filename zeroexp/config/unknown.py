@@ -61,7 +61,11 @@ def unknown_key(path: str) -> Problem:
     section, _, rest = path.partition(".")
     capability = arrives_with(section)
     if capability is not None:
-        only = f"Only {section}=none exists in this version." if section in SECTIONS else "It is not in this version."
+        only = (
+            f"Only {section}=none exists in this version."
+            if section in SECTIONS
+            else "It is not in this version."
+        )
         return Problem(path, f"arrives with {capability}.", only)
     if path in SECTIONS or not rest or section in SECTIONS:
         problem = "no such key."
@@ -71,7 +75,8 @@ def unknown_key(path: str) -> Problem:
 
 
 def suggestion(path: str) -> str:
-    """``Did you mean …?`` for a key that does not exist; a pointer to the list where nothing is near."""
+    """``Did you mean …?`` for a key that does not exist; a pointer to the list where nothing is "
+    "near."""
     keys = candidates(path)
     if not keys:
         return "docs/configuration.md lists every key."
@@ -111,7 +116,9 @@ def candidates(path: str) -> list[str]:
     if close:
         return close
     top = nearest(name, [key.rpartition(".")[2] for key in KEYS])
-    return [key for key in KEYS if top and key.rpartition(".")[2] == top[0]][:3] or nearest(path, KEYS)
+    return [key for key in KEYS if top and key.rpartition(".")[2] == top[0]][:3] or nearest(
+        path, KEYS
+    )
 
 
 def _below(section: str) -> list[str]:
@@ -126,5 +133,9 @@ def later_value(key: Key, value: Any) -> Problem | None:
     if capability is None or value is None:
         return None
     choices = ", ".join(key.meta.choices)
-    exist = f"Only {choices} exists in this version" if len(key.meta.choices) == 1 else f"Here now: {choices}"
+    exist = (
+        f"Only {choices} exists in this version"
+        if len(key.meta.choices) == 1
+        else f"Here now: {choices}"
+    )
     return Problem(key.path, f"{show(value)} arrives with {capability}.", f"{exist}.")

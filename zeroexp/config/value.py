@@ -24,21 +24,25 @@ class BadValue(Exception):
 def coerce(key: Key, value: Any) -> Any:
     """``value`` as the type of ``key``, after every check that needs this key alone.
 
-    Integers may be written as whole floats (``5e8``), byte sizes as strings (``64MiB``), none as ``none`` or null,
-    and ``off`` or ``false`` where such a word is a choice, although YAML reads it as a truth value.
+    Integers may be written as whole floats (``5e8``), byte sizes as strings (``64MiB``), none as
+    ``none`` or null, and ``off`` or ``false`` where such a word is a choice, although YAML reads it
+    as a truth value.
 
     Raises:
         BadValue: wrong type, not a choice, or out of range.
     """
-    if value is None or (value == "none" and isinstance(value, str) and "none" not in key.meta.choices):
+    if value is None or (
+        value == "none" and isinstance(value, str) and "none" not in key.meta.choices
+    ):
         if key.optional:
             return None
         if value is None:
             raise BadValue("null is not a value here.", f"Wanted {wanted(key)}.{_off(key)}")
     types = alternatives(key.type)
-    if dict in map(typing.get_origin, types):
+    origins = [typing.get_origin(t) for t in types]
+    if dict in origins:
         return _mapping(key, value)
-    if tuple in map(typing.get_origin, types):
+    if tuple in origins:
         return _tuple(key, value)
     result = _scalar(key, types, value)
     if key.meta.zero_is_off and result == 0:
@@ -110,7 +114,9 @@ def choose(value: str, choices: Sequence[str]) -> str:
 
 
 def _tuple(key: Key, value: Any) -> tuple[Any, ...]:
-    members = next(typing.get_args(t) for t in alternatives(key.type) if typing.get_origin(t) is tuple)
+    members = next(
+        typing.get_args(t) for t in alternatives(key.type) if typing.get_origin(t) is tuple
+    )
     if isinstance(value, str) and members[-1] is Ellipsis and members[0] is str:
         value = [] if value == "none" else [value]
     if isinstance(value, str) or not isinstance(value, Sequence):
@@ -187,7 +193,8 @@ def _sentence(text: str) -> str:
 
 
 def wanted(key: Key) -> str:
-    """What a value of ``key`` looks like: ``an integer from 0 to 3``, ``one of auto, fp32 or bf16``."""
+    """What a value of ``key`` looks like: ``an integer from 0 to 3``, ``one of auto, fp32 or "
+    "bf16``."""
     meta = key.meta
     types = alternatives(key.type)
     origins = [typing.get_origin(t) for t in types]
@@ -202,7 +209,11 @@ def wanted(key: Key) -> str:
     elif bool in types:
         text = "true or false"
     elif meta.choices:
-        text = f"one of {', '.join(meta.choices[:-1])} or {meta.choices[-1]}" if meta.choices[1:] else meta.choices[0]
+        text = (
+            f"one of {', '.join(meta.choices[:-1])} or {meta.choices[-1]}"
+            if meta.choices[1:]
+            else meta.choices[0]
+        )
     elif meta.unit == "bytes":
         text = f"bytes as an integer or a string such as 64MiB{bounds(meta)}"
     elif int in types:

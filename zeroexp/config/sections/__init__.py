@@ -1,12 +1,12 @@
-"""The sections of a configuration, one file each: what can be set, the default and what it changes."""
+"""The sections of a configuration, one file each: keys, defaults and what they change."""
 
 from __future__ import annotations
 
 from zeroexp.config.sections.checkpoint import CheckpointConfig
 from zeroexp.config.sections.data import DataConfig
 from zeroexp.config.sections.debug import DebugConfig
-from zeroexp.config.sections.launch import LaunchConfig
 from zeroexp.config.sections.later import MoeConfig, OffloadConfig, PipelineConfig
+from zeroexp.config.sections.launch import LaunchConfig
 from zeroexp.config.sections.logger import LoggerConfig
 from zeroexp.config.sections.measure import MeasureConfig
 from zeroexp.config.sections.model import ModelConfig

@@ -13,7 +13,8 @@ class CheckpointConfig:
 
     kind: str = setting(
         "none",
-        "format of checkpoints. none saves nothing; full: whole fp32 tensors by name, written by rank 0.",
+        "format of checkpoints. none saves nothing; full: whole fp32 tensors by name, written by "
+        "rank 0.",
         changes="whether checkpoints/ is written",
         choices=("none", "full"),
         digest=False,
@@ -37,7 +38,7 @@ class CheckpointConfig:
     )
     resume: str | None = setting(
         None,
-        "checkpoint to continue from. A checkpoint, a run directory (its newest one), or auto (the newest run of this "
-        "name and configuration); none starts anew.",
+        "checkpoint to continue from. A checkpoint, a run directory (its newest one), or auto "
+        "(the newest run of this name and configuration); none starts anew.",
         changes="initial weights, optimizer state and step",
     )

@@ -13,8 +13,8 @@ class DataConfig:
 
     kind: str = setting(
         "stdlib",
-        "source of tokens. stdlib: the text of Python's standard library as bytes; text: a file or folder as bytes; "
-        "memmap: a file of token ids; synthetic: random tokens from the seed.",
+        "source of tokens. stdlib: the text of Python's standard library as bytes; text: a file "
+        "or folder as bytes; memmap: a file of token ids; synthetic: random tokens from the seed.",
         changes="what is trained on",
         choices=("stdlib", "text", "memmap", "synthetic"),
     )
@@ -33,16 +33,16 @@ class DataConfig:
     )
     batch_size: int | None = setting(
         None,
-        "sequences per optimizer step over all ranks. none: micro_batch_size x data ranks x accumulate_grad_batches "
-        "where micro_batch_size is given, else 24.",
+        "sequences per optimizer step over all ranks. none: micro_batch_size x data ranks x "
+        "accumulate_grad_batches where micro_batch_size is given, else 24.",
         changes="what one step sees; not how it is spread over ranks",
         minimum=1,
         unit="sequences",
     )
     micro_batch_size: int | None = setting(
         None,
-        "sequences per rank in one forward pass. none: batch_size / (data ranks x accumulate_grad_batches), which "
-        "must come out exactly.",
+        "sequences per rank in one forward pass. none: batch_size / (data ranks x "
+        "accumulate_grad_batches), which must come out exactly.",
         changes="activation bytes; batch_size where that is not given",
         minimum=1,
         unit="sequences",

@@ -1,4 +1,6 @@
-"""Sections whose capability is not here yet: they exist so that `none` can be written, and refuse the rest by name."""
+"""Sections whose capability is not here yet: they exist so that `none` can be written, and refuse
+the rest by name.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ class OffloadConfig:
 
     kind: str = setting(
         "none",
-        "where state is kept between uses. none: on the device; cpu and nvme arrive with the tiers.",
+        "where state is kept between uses. none: on the device; cpu and nvme arrive with the "
+        "tiers.",
         changes="nothing yet: every other value is refused by name",
         choices=("none",),
     )
@@ -25,7 +28,8 @@ class PipelineConfig:
 
     kind: str = setting(
         "none",
-        "pipeline schedule. none: every rank holds all layers; the schedules arrive with pipeline parallelism.",
+        "pipeline schedule. none: every rank holds all layers; the schedules arrive with pipeline "
+        "parallelism.",
         changes="nothing yet: every other value is refused by name",
         choices=("none",),
     )

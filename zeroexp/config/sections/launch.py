@@ -13,8 +13,8 @@ class LaunchConfig:
 
     kind: str = setting(
         "local",
-        "who starts the ranks. local: train.py, with torchrun's elastic agent; external: they run already, under "
-        "torchrun or Slurm.",
+        "who starts the ranks. local: train.py, with torchrun's elastic agent; external: they run "
+        "already, under torchrun or Slurm.",
         changes="which processes are started",
         choices=("local", "external"),
         digest=False,
@@ -42,7 +42,8 @@ class LaunchConfig:
     )
     guard: str = setting(
         "refuse",
-        "what a plan that does not fit into memory does. refuse the run with status wont_fit, warn, or off.",
+        "what a plan that does not fit into memory does. refuse the run with status wont_fit, "
+        "warn, or off.",
         changes="whether a run starts that is planned to exceed memory",
         choices=("refuse", "warn", "off"),
         digest=False,

@@ -15,7 +15,8 @@ class LoggerConfig:
 
     kinds: tuple[str, ...] = setting(
         ("tensorboard",),
-        "loggers in use. A list; jsonl stands for metrics.jsonl alone; wandb and mlflow are extras to install.",
+        "loggers in use. A list; jsonl stands for metrics.jsonl alone; wandb and mlflow are "
+        "extras to install.",
         changes="which curves are written besides metrics.jsonl",
         choices=LOGGERS,
         digest=False,

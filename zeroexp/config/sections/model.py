@@ -50,14 +50,16 @@ class ModelConfig:
     )
     kv_heads: int | None = setting(
         None,
-        "number of key and value heads. Must divide heads; none: as many as heads; fewer is grouped-query attention.",
+        "number of key and value heads. Must divide heads; none: as many as heads; fewer is "
+        "grouped-query attention.",
         changes="the size of the key and value projections",
         minimum=1,
         kinds=("gpt",),
     )
     mlp_ratio: float = setting(
         4.0,
-        "hidden width of a block's MLP as a multiple of dim. Used where `hidden` is none; must come out whole.",
+        "hidden width of a block's MLP as a multiple of dim. Used where `hidden` is none; must "
+        "come out whole.",
         changes="parameter count of the MLPs",
         above=0,
         kinds=_BUILT_IN,
@@ -78,7 +80,8 @@ class ModelConfig:
     )
     positions: str = setting(
         "rotary",
-        "how positions enter. rotary turns queries and keys; learned adds a table of max_seq_len rows.",
+        "how positions enter. rotary turns queries and keys; learned adds a table of max_seq_len "
+        "rows.",
         changes="parameters and arithmetic of attention",
         choices=("rotary", "learned"),
         kinds=("gpt",),
@@ -124,7 +127,7 @@ class ModelConfig:
         changes="the model",
         kinds=("external",),
     )
-    kwargs: dict[str, Any] = setting(
+    kwargs: dict[str, Any] = setting(  # noqa: RUF009 - a field with a default factory
         dict,
         "arguments of `target`. Free keys: model.kwargs.depth=3.",
         changes="what `target` is called with",

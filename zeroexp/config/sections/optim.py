@@ -14,7 +14,7 @@ class OptimConfig:
     kind: str = setting(
         "adamw",
         "optimizer. adamw runs the compiled kernel on CPU shards; the others are torch's.",
-        changes="the update rule and the state bytes per parameter (adam 8, lion, rmsprop and momentum 4, in fp32)",
+        changes="the update rule and the state bytes per parameter",
         choices=("adamw", "adam", "sgd", "lion", "adagrad", "rmsprop"),
     )
     lr: float = setting(
@@ -40,7 +40,8 @@ class OptimConfig:
     )
     weight_decay: float = setting(
         0.1,
-        "weight decay. Decoupled from the gradient for adamw and lion, added to the gradient for the others.",
+        "weight decay. Decoupled from the gradient for adamw and lion, added to the gradient for "
+        "the others.",
         changes="how weights shrink",
         minimum=0,
     )
@@ -54,7 +55,7 @@ class OptimConfig:
     )
     decay_norm_and_bias: bool = setting(
         False,
-        "apply weight decay to norms and biases too. false puts parameters with one dimension into a group without "
-        "decay.",
+        "apply weight decay to norms and biases too. false puts parameters with one dimension "
+        "into a group without decay.",
         changes="the number of parameter groups, and the decay of one-dimensional parameters",
     )

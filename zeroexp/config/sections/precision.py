@@ -47,8 +47,8 @@ class LossScaleConfig:
     )
     hysteresis: int = setting(
         2,
-        "non-finite steps before the scale falls. The step is skipped each time; the scale falls at the last of them "
-        "and after it at each one, until the scale grows again.",
+        "non-finite steps before the scale falls. The step is skipped each time; the scale falls "
+        "at the last of them and after it at each one, until the scale grows again.",
         changes="whether a single outlier lowers the scale",
         minimum=1,
         unit="steps",
@@ -67,14 +67,15 @@ class PrecisionConfig:
 
     compute: str = setting(
         "auto",
-        "dtype of forward and backward. auto: bf16 where the device multiplies bf16 natively, else fp32.",
+        "dtype of forward and backward. auto: bf16 where the device multiplies bf16 natively, "
+        "else fp32.",
         changes="parameter bytes in use, speed and rounding",
         choices=("auto", *DTYPES),
     )
     master: str = setting(
         "auto",
-        "dtype of the weights the optimizer steps. auto: fp32 unless compute is fp32 or fp64 already; none keeps no "
-        "master copy (`precision=bf16_pure`).",
+        "dtype of the weights the optimizer steps. auto: fp32 unless compute is fp32 or fp64 "
+        "already; none keeps no master copy (`precision=bf16_pure`).",
         changes="optimizer state bytes (4 per parameter) and whether small updates are lost",
         choices=("auto", "fp32", "none"),
     )
@@ -92,9 +93,9 @@ class PrecisionConfig:
     )
     nonfinite: str = setting(
         "auto",
-        "what a non-finite gradient does. stop the run with status nan, skip the step, or apply it; auto: skip for "
-        "fp16, stop elsewhere.",
-        changes="whether a run with a NaN ends, goes on without the step, or takes the NaN into the weights",
+        "what a non-finite gradient does. stop the run with status nan, skip the step, or apply "
+        "it; auto: skip for fp16, stop elsewhere.",
+        changes="whether a run with a NaN ends, skips the step, or takes the NaN into the weights",
         choices=("auto", "stop", "skip", "apply"),
     )
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)

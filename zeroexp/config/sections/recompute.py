@@ -13,7 +13,8 @@ class RecomputeConfig:
 
     kind: str = setting(
         "none",
-        "which activations are recomputed in backward. none: all are kept; full: every block keeps only its input.",
+        "which activations are recomputed in backward. none: all are kept; full: every block "
+        "keeps only its input.",
         changes="peak activation bytes against one more forward pass; never the results",
         choices=("none", "full"),
     )

@@ -19,7 +19,8 @@ class TrainerConfig:
     )
     devices: int = setting(
         1,
-        "ranks per node. One process each; under launch=external they exist already and are counted.",
+        "ranks per node. One process each; under launch=external they exist already and are "
+        "counted.",
         changes="data ranks, and with them state bytes per rank and the micro-batch",
         minimum=1,
     )
@@ -38,7 +39,8 @@ class TrainerConfig:
     )
     max_epochs: int | None = setting(
         None,
-        "passes over the data to train. none: no limit, trainer.max_steps ends the run; else whichever comes first.",
+        "passes over the data to train. none: no limit, trainer.max_steps ends the run; else "
+        "whichever comes first.",
         changes="the length of the run",
         minimum=1,
     )

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 from zeroexp.config import hardware
-from zeroexp.config.rule import Rule
+from zeroexp.config.rules.rule import Rule
 from zeroexp.config.tree import Config
 
 # Logger to the packages of which one must be installed, and what installs it.
@@ -44,6 +44,18 @@ def _resume_missing(c: Config) -> bool:
     return resume not in (None, "auto") and not Path(str(resume)).expanduser().exists()
 
 
+def _logger_installed(kind: str) -> Rule:
+    return Rule(
+        key="logger.kinds",
+        why=f"the {kind} logger is installed",
+        reads=("logger.kinds",),
+        broken=lambda c: kind in c.logger.kinds and not _installed(kind),
+        problem=lambda c: f"{kind} is not installed.",
+        fix=lambda c: f"pip install {_LOGGER_PACKAGES[kind][1]}",
+        start=True,
+    )
+
+
 START_RULES: tuple[Rule, ...] = (
     Rule(
         key="data.path",
@@ -51,7 +63,9 @@ START_RULES: tuple[Rule, ...] = (
         reads=("data.path", "data.kind"),
         broken=lambda c: _data_fault(c) is not None,
         problem=lambda c: _data_fault(c) or "",
-        fix=lambda c: f"Looked at {Path(c.data.path or '').expanduser().absolute()} from {Path.cwd()}",
+        fix=lambda c: (
+            f"Looked at {Path(c.data.path or '').expanduser().absolute()} from {Path.cwd()}"
+        ),
         start=True,
     ),
     Rule(
@@ -60,8 +74,10 @@ START_RULES: tuple[Rule, ...] = (
         reads=("checkpoint.resume",),
         broken=_resume_missing,
         problem=lambda c: f"{c.checkpoint.resume} does not exist.",
-        fix=lambda c: f"Looked at {Path(str(c.checkpoint.resume)).expanduser().absolute()} from {Path.cwd()}; give a "
-        "checkpoint, a run directory, or auto",
+        fix=lambda c: (
+            f"Looked at {Path(str(c.checkpoint.resume)).expanduser().absolute()} from "
+            f"{Path.cwd()}; give a checkpoint, a run directory, or auto"
+        ),
         start=True,
     ),
     Rule(
@@ -79,19 +95,10 @@ START_RULES: tuple[Rule, ...] = (
         reads=("trainer.num_nodes", "launch.kind"),
         broken=lambda c: c.trainer.num_nodes > 1 and c.launch.kind == "local",
         problem=lambda c: f"{c.trainer.num_nodes} nodes cannot be started from this one.",
-        fix=lambda c: f"Start torchrun --nnodes {c.trainer.num_nodes} on every node, with launch=external",
+        fix=lambda c: (
+            f"Start torchrun --nnodes {c.trainer.num_nodes} on every node, with launch=external"
+        ),
         start=True,
     ),
-    *(
-        Rule(
-            key="logger.kinds",
-            why=f"the {kind} logger is installed",
-            reads=("logger.kinds",),
-            broken=lambda c, kind=kind: kind in c.logger.kinds and not _installed(kind),
-            problem=lambda c, kind=kind: f"{kind} is not installed.",
-            fix=lambda c, extra=extra: f"pip install {extra}",
-            start=True,
-        )
-        for kind, (_, extra) in _LOGGER_PACKAGES.items()
-    ),
+    *(_logger_installed(kind) for kind in _LOGGER_PACKAGES),
 )

@@ -1,0 +1,44 @@
+"""One rule between several keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from zeroexp.config.tree import KEYS, Config
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A combination that cannot run.
+
+    ``key`` is reported, ``why`` is the reason in general (it stands in the key reference),
+    ``reads`` are the keys the predicate looks at, ``broken`` says whether a configuration breaks
+    the rule, ``problem`` and ``fix`` make the two sentences of the report with the numbers in them.
+    ``start`` marks rules about this machine, its files and its ranks: they hold for a run that
+    starts here, not for a plan.
+    """
+
+    key: str
+    why: str
+    reads: tuple[str, ...]
+    broken: Callable[[Config], bool]
+    problem: Callable[[Config], str]
+    fix: Callable[[Config], str]
+    start: bool = False
+
+
+def divisors(n: int) -> str:
+    """The divisors of ``n`` in words: ``1, 2, 3 or 6``."""
+    small = [str(d) for d in range(1, n + 1) if n % d == 0]
+    return small[0] if len(small) == 1 else f"{', '.join(small[:-1])} or {small[-1]}"
+
+
+def ratio(numerator: int, denominator: int) -> str:
+    """A quotient in four digits: ``1.5``."""
+    return f"{numerator / denominator:.4g}"
+
+
+def differs(config: Config, path: str) -> bool:
+    """Whether the value of a key is not its default."""
+    return bool(config.get(path) != KEYS[path].default)
