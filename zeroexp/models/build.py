@@ -1,0 +1,29 @@
+"""Makes a built-in model with weights that depend on the seed and on nothing else."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from zeroexp.config.sections import ModelConfig
+from zeroexp.errors import ModelError
+from zeroexp.models.registry import FAMILIES
+
+
+def build(model: ModelConfig, *, seed: int, recompute: bool = False) -> nn.Module:
+    """The module of ``model``, in fp32, on torch's current default device.
+
+    The weights follow from ``seed``; torch's generators are left as they were, so later draws
+    (dropout) do not depend on the model's size. Raises :class:`ModelError` if the kind is not built
+    in, :class:`ConfigError` for sizes that do not fit together.
+    """
+    if model.kind not in FAMILIES:
+        raise ModelError(
+            f"model.kind={model.kind} is not built in; there are {', '.join(FAMILIES)}"
+        )
+    # A context on the GPU is made by whoever chose that device, never by asking here.
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = [torch.cuda.current_device()] if initialized else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        return FAMILIES[model.kind].build(model, recompute)

@@ -1,0 +1,185 @@
+"""A decoder-only transformer.
+
+Suffixes of tensor names: B batch, L position, C width, H query heads, K key/value heads, D head
+width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from zeroexp.config.sections import ModelConfig
+from zeroexp.errors import ModelError
+from zeroexp.models.gpt_family import head_dim
+from zeroexp.models.layers import INIT_STD, Embedding, Linear, rotary_tables, rotate
+from zeroexp.models.loss import next_token_loss
+
+NORM_EPS = 1e-5
+
+Rotary = tuple[Tensor, Tensor]
+
+_NORMS: dict[str, Callable[[ModelConfig], nn.Module]] = {
+    "rmsnorm": lambda m: nn.RMSNorm(m.dim, eps=NORM_EPS),
+    "layernorm": lambda m: nn.LayerNorm(m.dim, eps=NORM_EPS, bias=m.bias),
+}
+
+
+def _residual_std(model: ModelConfig) -> float:
+    return INIT_STD / math.sqrt(2 * model.layers)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; ``kv_heads`` below ``heads`` share keys and values between groups of
+    query heads."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = head_dim(model)
+        self.grouped = model.num_kv_heads != model.heads
+        self.dropout = model.dropout
+        kv_dim = model.num_kv_heads * self.head_dim
+        self.q = Linear(model.dim, model.dim, bias=model.bias)
+        # A key bias adds the same number to all scores of a query: softmax removes it, and its
+        # gradient is rounding noise.
+        self.k = Linear(model.dim, kv_dim, bias=False)
+        self.v = Linear(model.dim, kv_dim, bias=model.bias)
+        self.out = Linear(model.dim, model.dim, bias=model.bias, std=_residual_std(model))
+
+    def forward(self, x_BLC: Tensor, rotary: Rotary | None) -> Tensor:
+        q_BHLD = self._heads(self.q(x_BLC))
+        k_BKLD = self._heads(self.k(x_BLC))
+        v_BKLD = self._heads(self.v(x_BLC))
+        if rotary is not None:
+            q_BHLD, k_BKLD = rotate(q_BHLD, *rotary), rotate(k_BKLD, *rotary)
+        y_BHLD = F.scaled_dot_product_attention(
+            q_BHLD,
+            k_BKLD,
+            v_BKLD,
+            is_causal=True,
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=self.grouped,
+        )
+        y_BLC: Tensor = self.out(y_BHLD.transpose(1, 2).flatten(2))
+        return y_BLC
+
+    def _heads(self, x_BLC: Tensor) -> Tensor:
+        return x_BLC.view(*x_BLC.shape[:2], -1, self.head_dim).transpose(1, 2)
+
+
+class GeluMLP(nn.Module):
+    """``down(gelu(up(x)))``."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.up = Linear(model.dim, model.hidden_size, bias=model.bias)
+        self.down = Linear(model.hidden_size, model.dim, bias=model.bias, std=_residual_std(model))
+
+    def forward(self, x_BLC: Tensor) -> Tensor:
+        y_BLC: Tensor = self.down(F.gelu(self.up(x_BLC)))
+        return y_BLC
+
+
+class SwigluMLP(nn.Module):
+    """``down(silu(gate(x)) * up(x))`` (Shazeer, arXiv:2002.05202)."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.gate = Linear(model.dim, model.hidden_size, bias=model.bias)
+        self.up = Linear(model.dim, model.hidden_size, bias=model.bias)
+        self.down = Linear(model.hidden_size, model.dim, bias=model.bias, std=_residual_std(model))
+
+    def forward(self, x_BLC: Tensor) -> Tensor:
+        y_BLC: Tensor = self.down(F.silu(self.gate(x_BLC)) * self.up(x_BLC))
+        return y_BLC
+
+
+_MLPS: dict[str, Callable[[ModelConfig], nn.Module]] = {"gelu": GeluMLP, "swiglu": SwigluMLP}
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP, each added to the residual stream."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = _NORMS[model.norm](model)
+        self.attention = Attention(model)
+        self.mlp_norm = _NORMS[model.norm](model)
+        self.mlp = _MLPS[model.activation](model)
+        self.dropout = nn.Dropout(model.dropout)
+
+    def forward(self, x_BLC: Tensor, rotary: Rotary | None) -> Tensor:
+        x_BLC = x_BLC + self.dropout(self.attention(self.attention_norm(x_BLC), rotary))
+        x_BLC = x_BLC + self.dropout(self.mlp(self.mlp_norm(x_BLC)))
+        return x_BLC
+
+
+class TiedHead(nn.Module):
+    """Scores every token by its embedding; draws no weights of its own."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+
+    def forward(self, x_BLC: Tensor) -> Tensor:
+        return F.linear(x_BLC, self.weight)
+
+
+class GPT(nn.Module):
+    """A GPT of ``model``'s sizes; weights are drawn from torch's current generator.
+
+    ``recompute``: every block keeps only its input for backward and runs again there.
+    """
+
+    def __init__(self, model: ModelConfig, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.head_dim = head_dim(model)
+        self.max_seq_len = model.max_seq_len
+        self.recompute = recompute
+        self.draws_random = model.dropout > 0
+        self.embedding = Embedding(model.vocab_size, model.dim)
+        self.positions = (
+            Embedding(model.max_seq_len, model.dim) if model.positions == "learned" else None
+        )
+        self.dropout = nn.Dropout(model.dropout)
+        self.blocks = nn.ModuleList(Block(model) for _ in range(model.layers))
+        self.norm = _NORMS[model.norm](model)
+        if model.tied:
+            self.head: nn.Module = TiedHead(self.embedding)
+        else:
+            self.head = Linear(model.dim, model.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits (B, L, V) of ``tokens`` (B, L, int64), or with ``targets`` (B, L, int64) the mean
+        loss in nats.
+
+        Targets of :data:`zeroexp.models.loss.IGNORED` count for nothing. Raises :class:`ModelError`
+        for sequences beyond ``max_seq_len``.
+        """
+        length = tokens.shape[1]
+        if length > self.max_seq_len:
+            raise ModelError(
+                f"a sequence of {length} tokens is longer than model.max_seq_len="
+                f"{self.max_seq_len}; raise model.max_seq_len or lower data.seq_len"
+            )
+        x_BLC = self.embedding(tokens)
+        rotary: Rotary | None = None
+        if self.positions is None:
+            rotary = rotary_tables(length, self.head_dim, x_BLC.device, x_BLC.dtype)
+        else:
+            position_L = tokens.new_ones(length).cumsum(0) - 1
+            x_BLC = x_BLC + self.positions(position_L)
+        x_BLC = self.dropout(x_BLC)
+        for block in self.blocks:
+            if self.recompute and x_BLC.requires_grad:
+                x_BLC = checkpoint(
+                    block, x_BLC, rotary, use_reentrant=False, preserve_rng_state=self.draws_random
+                )
+            else:
+                x_BLC = block(x_BLC, rotary)
+        logits_BLV: Tensor = self.head(self.norm(x_BLC))
+        return logits_BLV if targets is None else next_token_loss(logits_BLV, targets)

@@ -1,0 +1,46 @@
+"""The shape of the MLP: parameters and matrix products, counted without torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from zeroexp.config.sections import ModelConfig
+from zeroexp.layout import ParamSpec
+from zeroexp.models.family import Family
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def param_specs(model: ModelConfig) -> list[ParamSpec]:
+    """The MLP's parameters in module order."""
+    specs = [ParamSpec("embedding.weight", (model.vocab_size, model.dim))]
+
+    def linear(name: str, rows: int, columns: int) -> None:
+        specs.append(ParamSpec(f"{name}.weight", (rows, columns)))
+        if model.bias:
+            specs.append(ParamSpec(f"{name}.bias", (rows,)))
+
+    for i in range(model.layers):
+        linear(f"blocks.{i}.up", model.hidden_size, model.dim)
+        linear(f"blocks.{i}.down", model.dim, model.hidden_size)
+    specs.append(ParamSpec("head.weight", (model.vocab_size, model.dim)))
+    return specs
+
+
+def matmul_weights(model: ModelConfig) -> int:
+    """Elements of the blocks and the head; the embedding is a look-up."""
+    return model.layers * 2 * model.dim * model.hidden_size + model.vocab_size * model.dim
+
+
+def attention_width(model: ModelConfig) -> int:
+    return 0
+
+
+def _build(model: ModelConfig, recompute: bool) -> nn.Module:
+    from zeroexp.models.mlp import MLP
+
+    return MLP(model, recompute=recompute)
+
+
+MLP_FAMILY = Family(param_specs, matmul_weights, attention_width, _build)
