@@ -1,0 +1,133 @@
+"""Collectives composed from tagged sends and receives, for gloo.
+
+gloo's own reduce-scatter is an all-reduce in disguise: it sends twice what is needed at 2 ranks, and its order of
+additions depends on where a buffer is cut. Direct exchange sends ``(N-1)/N`` of the buffer, and adding what arrives in
+rank order makes the result independent of the cut. The tag names what travels, so two ranks that disagree about it meet a
+deadline instead of each other's data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroexp.comm.group import Group, Pending
+from zeroexp.ledger import Ledger
+
+
+class P2PGroup(Group):
+    """See :class:`Group`. ``channel`` is a process group over ``ranks`` that nobody else uses."""
+
+    def __init__(
+        self,
+        channel: dist.ProcessGroup,
+        ranks: Sequence[int],
+        rank: int,
+        ledger: Ledger,
+        timeout: float,
+    ) -> None:
+        super().__init__(ranks, rank, ledger, timeout)
+        self._channel = channel
+
+    def _send(self, tensor: Tensor, peer: int, tag: int) -> tuple[int, dist.Work]:
+        return peer, _work(dist.isend(tensor, peer, group=self._channel, tag=tag))
+
+    def _recv(self, tensor: Tensor, peer: int, tag: int) -> tuple[int, dist.Work]:
+        return peer, _work(dist.irecv(tensor, peer, group=self._channel, tag=tag))
+
+    def all_gather(self, out: Tensor, shard: Tensor, *, tag: int, what: str) -> Pending:
+        n = shard.numel()
+        if n == 0:
+            return Pending((), what, self.timeout)
+        slices = out.split(n)
+        works = [self._recv(slices[i], peer, tag) for i, peer in self.peers]
+        works += [self._send(shard, peer, tag) for _, peer in self.peers]
+        own = slices[self.index]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        self.ledger.sent("all_gather", (self.size - 1) * shard.nbytes)
+        return Pending(works, what, self.timeout, keep=(out, shard))
+
+    def reduce_scatter(
+        self,
+        out: Tensor,
+        parts: Sequence[Tensor],
+        *,
+        tag: int,
+        what: str,
+        add: bool,
+        wire: torch.dtype,
+    ) -> Pending:
+        n = out.numel()
+        if n == 0:
+            return Pending((), what, self.timeout)
+        mine = [part.to(wire) for part in parts]
+        inbox = mine[0].new_empty((self.size - 1) * n).split(n)
+        summands = {i: buffer for (i, _), buffer in zip(self.peers, inbox, strict=True)}
+        works = [self._recv(summands[i], peer, tag) for i, peer in self.peers]
+        works += [self._send(mine[i], peer, tag) for i, peer in self.peers]
+        self.ledger.sent("reduce_scatter", (self.size - 1) * mine[0].nbytes)
+        summands[self.index] = mine[self.index]
+
+        def finish() -> None:
+            _sum_in_order(out, [summands[i] for i in range(self.size)], add)
+
+        return Pending(works, what, self.timeout, finish, keep=(*mine, *inbox))
+
+    def all_reduce(self, tensor: Tensor, *, tag: int, what: str) -> Pending:
+        inbox = [torch.empty_like(tensor) for _ in self.peers]
+        parts = {i: buffer for (i, _), buffer in zip(self.peers, inbox, strict=True)}
+        works = [self._recv(parts[i], peer, tag) for i, peer in self.peers]
+        mine = tensor.clone()
+        works += [self._send(mine, peer, tag) for _, peer in self.peers]
+        self.ledger.sent("all_reduce", (self.size - 1) * tensor.nbytes)
+        parts[self.index] = mine
+
+        def finish() -> None:
+            _sum_in_order(tensor, [parts[i] for i in range(self.size)], add=False)
+
+        return Pending(works, what, self.timeout, finish, keep=(mine, *inbox))
+
+    def broadcast(self, tensor: Tensor, *, source: int, tag: int, what: str) -> Pending:
+        if self.index == source:
+            works = [self._send(tensor, peer, tag) for _, peer in self.peers]
+            self.ledger.sent("broadcast", (self.size - 1) * tensor.nbytes)
+        else:
+            works = [self._recv(tensor, self.ranks[source], tag)]
+        return Pending(works, what, self.timeout, keep=(tensor,))
+
+    def exchange(self, payload: Tensor, what: str) -> Tensor:
+        rows = payload.new_empty(self.size, payload.numel())
+        rows[self.index] = payload
+        works = [self._recv(rows[i], peer, 0) for i, peer in self.peers]
+        works += [self._send(payload, peer, 0) for _, peer in self.peers]
+        self.ledger.sent_control((self.size - 1) * payload.nbytes)
+        Pending(works, what, self.timeout).wait()
+        return rows
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group(self._channel)
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    if work is None:  # torch returns None to ranks outside the group
+        raise RuntimeError("this rank is not in the group it sends to")
+    return work
+
+
+def _sum_in_order(out: Tensor, parts: list[Tensor], add: bool) -> None:
+    """``out (+)= ((parts[0] + parts[1]) + parts[2]) + ...`` in the dtype of ``out``; ``out`` may alias one part."""
+    if len(parts) == 2 and not add and all(p.dtype == out.dtype for p in parts):
+        torch.add(parts[0], parts[1], out=out)
+        return
+    total = parts[0].to(out.dtype, copy=True)
+    for part in parts[1:]:
+        total.add_(part)
+    if add:
+        out.add_(total)
+    else:
+        out.copy_(total)

@@ -1,0 +1,47 @@
+"""The optimizer that the ``optim`` section describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn, optim
+from torch.optim import Optimizer
+
+from zeroexp.config.sections.optim import OptimConfig
+from zeroexp.errors import ModelError
+from zeroexp.optim.adamw import AdamW
+from zeroexp.optim.lion import Lion
+
+Groups = list[dict[str, Any]]
+
+_BUILDERS: Mapping[str, Callable[[Groups, OptimConfig], Optimizer]] = {
+    "adamw": lambda groups, c: AdamW(groups, lr=c.lr, betas=c.betas, eps=c.eps),
+    "adam": lambda groups, c: AdamW(groups, lr=c.lr, betas=c.betas, eps=c.eps, decoupled=False),
+    "sgd": lambda groups, c: optim.SGD(groups, lr=c.lr, momentum=c.momentum),
+    "lion": lambda groups, c: Lion(groups, lr=c.lr, betas=c.betas),
+    "adagrad": lambda groups, c: optim.Adagrad(groups, lr=c.lr, eps=c.eps),
+    "rmsprop": lambda groups, c: optim.RMSprop(groups, lr=c.lr, eps=c.eps, momentum=c.momentum),
+}
+
+
+def build(config: OptimConfig, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    """An optimizer over the trainable parameters.
+
+    Parameters with one dimension (biases, norms) form a group without weight decay, unless ``decay_norm_and_bias``.
+    Raises :class:`ModelError` when nothing is trainable.
+    """
+    trainable = [p for _, p in named_parameters if p.requires_grad]
+    if not trainable:
+        raise ModelError(
+            "the model has no trainable parameter: every requires_grad is False. Unfreeze at least one."
+        )
+    split = not config.decay_norm_and_bias
+    matrices = [p for p in trainable if p.dim() > 1 or not split]
+    vectors = [p for p in trainable if p.dim() <= 1 and split]
+    groups = [
+        {"params": params, "weight_decay": decay}
+        for params, decay in ((matrices, config.weight_decay), (vectors, 0.0))
+        if params
+    ]
+    return _BUILDERS[config.kind](groups, config)

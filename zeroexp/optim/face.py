@@ -1,0 +1,72 @@
+"""The user's own optimizer object, stepped over flat shards.
+
+Between steps ``optimizer.param_groups`` hold the module's own parameters, so schedulers, ``toggle_optimizer`` and user code
+see what they expect. For the duration of a step they hold flat shards, and ``optimizer.state`` the state of those: there
+are no hyperparameters to mirror and no second optimizer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+State = MutableMapping[Tensor, dict[str, Any]]
+"""Optimizer state by the tensor that is stepped."""
+
+
+class Face:
+    """Binds one optimizer to an engine.
+
+    ``on_step`` and ``on_zero_grad`` replace the optimizer's own methods, so that user code which calls them directly
+    reaches the engine.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        on_step: Callable[[], Any],
+        on_zero_grad: Callable[[], None],
+    ) -> None:
+        self.optimizer = optimizer
+        self.state: State = defaultdict(dict)
+        self._step = optimizer.step  # bound; a scheduler may have wrapped it already
+
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            loss = closure() if closure is not None else None
+            on_step()
+            return loss
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            on_zero_grad()
+
+        optimizer.step = step  # type: ignore[method-assign]
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+    def step(self, groups: Sequence[Sequence[Tensor]]) -> None:
+        """Step the tensors of ``groups`` (one list per parameter group), which carry their gradients."""
+        optimizer = self.optimizer
+        own_groups, own_state = optimizer.param_groups, optimizer.state
+        own_params = [group["params"] for group in own_groups]
+        try:
+            for group, tensors in zip(own_groups, groups, strict=True):
+                group["params"] = list(tensors)
+            optimizer.param_groups = [g for g in own_groups if g["params"]]
+            optimizer.state = self.state  # type: ignore[assignment]
+            if optimizer.param_groups:
+                self._step()
+        finally:
+            for group, params in zip(own_groups, own_params, strict=True):
+                group["params"] = params
+            optimizer.param_groups, optimizer.state = own_groups, own_state
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
+
+    def unbind(self) -> None:
+        """Give the optimizer its own methods back."""
+        for name in ("step", "zero_grad"):
+            with suppress(AttributeError):
+                delattr(self.optimizer, name)
