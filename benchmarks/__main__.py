@@ -1,0 +1,95 @@
+"""``python -m benchmarks COMMAND``: measure, and turn committed results into docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import peer_env, table
+from benchmarks.machine import ROOT, provenance
+from benchmarks.modes import MODES
+from benchmarks.training import Settings, compare
+from benchmarks.work import WORKS
+
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _write(path: Path, result: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    _say(f"wrote {path.name}")
+
+
+def _train(arguments: argparse.Namespace, argv: list[str]) -> None:
+    settings = Settings(
+        world_size=arguments.ranks,
+        threads=arguments.threads,
+        rounds=arguments.rounds,
+        steps=arguments.steps,
+    )
+    modes = arguments.modes.split(",") if arguments.modes else list(MODES)
+    unknown = [mode for mode in modes if mode not in MODES]
+    if unknown:
+        raise SystemExit(f"unknown modes {', '.join(unknown)}; there are {', '.join(MODES)}")
+    if any(MODES[mode].interpreter == "peers" for mode in modes) and not arguments.no_install:
+        peer_env.make()
+    for work in arguments.work:
+        result = provenance("training", argv)
+        result["settings"] = dataclasses.asdict(settings)
+        result["work"] = compare(work, modes, settings, _say)
+        _write(Path(arguments.out) / f"training-{work}.json", result)
+
+
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    train = commands.add_parser("train", help="zeroexp and its peers side by side on the same work")
+    train.add_argument("work", nargs="+", choices=list(WORKS))
+    train.add_argument("--modes", help=f"comma-separated, default all: {','.join(MODES)}")
+    train.add_argument("--ranks", type=int, default=Settings.world_size)
+    train.add_argument("--threads", type=int, default=Settings.threads, help="threads per rank")
+    train.add_argument("--rounds", type=int, default=Settings.rounds)
+    train.add_argument("--steps", type=int, default=Settings.steps, help="timed steps a round")
+    train.add_argument(
+        "--no-install", action="store_true", help="do not make the peers' environment"
+    )
+    train.add_argument("--out", default=str(RESULTS), help="folder for the result file")
+
+    kernel = commands.add_parser("kernel", help="the AdamW kernel and its limits")
+    kernel.add_argument("--rounds", type=int, default=7)
+    kernel.add_argument("--elements", type=int, default=100_000_000)
+    kernel.add_argument("--out", default=str(RESULTS))
+
+    commands.add_parser("peers", help="make the environment of the peers that need one")
+
+    page = commands.add_parser("table", help="write docs/benchmarks.md from the result files")
+    page.add_argument("--results", default=str(RESULTS))
+    page.add_argument("--page", default=str(PAGE))
+
+    arguments = parser.parse_args(argv)
+    if arguments.command == "train":
+        _train(arguments, argv)
+    elif arguments.command == "kernel":
+        from benchmarks.kernel import measure
+
+        result = provenance("kernel", argv) | measure(arguments.rounds, arguments.elements)
+        _write(Path(arguments.out) / "kernel.json", result)
+    elif arguments.command == "peers":
+        peer_env.make()
+    elif arguments.command == "table":
+        table.write(Path(arguments.results), Path(arguments.page))
+
+
+if __name__ == "__main__":
+    main()

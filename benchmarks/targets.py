@@ -1,0 +1,158 @@
+"""What zeroexp set out to reach, each held against a result. A target whose peer or whose own mode
+did not run is not met."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from benchmarks.summary import LOSS_TOLERANCE, Spread, WorkResult
+from benchmarks.timings import Timings
+
+# Bytes per parameter of float32 parameters, gradients and AdamW state, by stage, for N ranks: 4 + 4
+# + 8, each divided by N from the stage on that shards it (Rajbhandari et al., ZeRO, 2020, section
+# 5, with 4-byte gradients and parameters).
+# Each stage maps to (held whole, divided by N).
+STATE_BYTES = {0: (16, 0), 1: (8, 8), 2: (4, 12), 3: (0, 16)}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One line of the list of targets. ``measured`` is None where something is missing."""
+
+    text: str
+    measured: str | None
+    met: bool
+
+    @property
+    def status(self) -> str:
+        if self.measured is None:
+            return "missing"
+        return "met" if self.met else "not met"
+
+
+def _shown(spread: Spread) -> str:
+    return f"{spread.median:.3f} ({spread.low:.3f}..{spread.high:.3f})"
+
+
+def step_time(
+    results: Mapping[str, WorkResult], work: str, mode: str, peer: str, limit: float
+) -> Verdict:
+    """Step time at most ``limit`` of a peer's on work on which both compute the same losses."""
+    text = f"{work}: step time of {mode} at most {limit:g}x of {peer}"
+    result = results.get(work)
+    ratio = result.ratio(mode, peer) if result else None
+    difference = result.loss_difference(mode, peer) if result else None
+    if ratio is None or difference is None:
+        return Verdict(text, None, False)
+    if difference > LOSS_TOLERANCE:
+        return Verdict(text, f"losses differ by {difference:.1e}", False)
+    return Verdict(text, _shown(ratio), ratio.median <= limit)
+
+
+def state_bytes(results: Mapping[str, WorkResult], work: str, stage: int) -> Verdict:
+    """State of all ranks, counted on live storages, equals the formula to the byte once padding is
+    taken off."""
+    text = f"{work}: live state of zx{stage} equals the formula"
+    result = results.get(work)
+    ranks = result.memory(f"zx{stage}") if result else None
+    if result is None or ranks is None:
+        return Verdict(text, None, False)
+    padding = sum(rank["padding"] for rank in ranks)
+    found = sum(rank["state"] for rank in ranks) - padding
+    whole, divided = STATE_BYTES[stage]
+    expected = result.num_params * (whole * len(ranks) + divided)
+    measured = f"{found} of {expected} B over {len(ranks)} ranks, and {padding} B padding"
+    return Verdict(text, measured, found == expected)
+
+
+def peak(results: Mapping[str, WorkResult], work: str, mode: str, peer: str) -> Verdict:
+    """Peak resident set above the baseline at most a peer's."""
+    text = f"{work}: peak memory of {mode} at most that of {peer}"
+    result = results.get(work)
+    ours = result.peak_bytes_per_param(mode) if result else None
+    theirs = result.peak_bytes_per_param(peer) if result else None
+    if ours is None or theirs is None:
+        return Verdict(text, None, False)
+    return Verdict(text, f"{ours:.2f} against {theirs:.2f} B/param", ours <= theirs)
+
+
+def training(results: Mapping[str, WorkResult]) -> list[Verdict]:
+    """All targets on the three works."""
+    verdicts = []
+    for work, ddp_limit in (("gpt10", 1.05), ("mlp", 1.15), ("gpt125", 1.15)):
+        for stage in (1, 2):
+            verdicts.append(step_time(results, work, f"zx{stage}", "ddp", ddp_limit))
+            verdicts.append(step_time(results, work, f"zx{stage}", f"ds{stage}", 0.8))
+        verdicts.append(step_time(results, work, "zx3", "fsdp", 0.85))
+        verdicts.append(step_time(results, work, "zx3", "ds3", 0.75))
+        verdicts += [state_bytes(results, work, stage) for stage in range(4)]
+        verdicts.append(peak(results, work, "zx3", "fsdp"))
+    return verdicts
+
+
+def speed_up(
+    timings: Timings | None, case: str, variant: str, over: str, at_least: float
+) -> Verdict:
+    """Speed of a variant at least ``at_least`` times that of another, in one case."""
+    text = f"kernel, {case}: {variant} at least {at_least:g}x as fast as {over}"
+    ratio = timings.ratio(case, over, variant) if timings else None
+    if ratio is None:
+        return Verdict(text, None, False)
+    return Verdict(text, _shown(ratio), ratio.median >= at_least)
+
+
+def kernel(timings: Timings | None) -> list[Verdict]:
+    verdicts = []
+    for threads in (1, 2):
+        suffix = f", {threads} threads"
+        verdicts += [
+            speed_up(timings, f"flat{suffix}", "zeroexp", "traffic", 0.9),
+            speed_up(timings, f"gpt10 shapes{suffix}", "zeroexp", "torch fused", 1.25),
+            speed_up(
+                timings, f"flat with bf16 copy{suffix}", "zeroexp", "torch fused + copy_", 1.2
+            ),
+        ]
+    return verdicts
+
+
+def overhead(timings: Timings | None, works: Mapping[str, WorkResult]) -> list[Verdict]:
+    """Python time of a step with 100 units against a whole step of gpt10 at the same stage."""
+    verdicts = []
+    for stage in (1, 2, 3):
+        text = f"Python overhead of zx{stage} at 100 units under 3% of a gpt10 step"
+        case = f"stage {stage}"
+        extra = timings.difference(case, "zeroexp", "module alone") if timings else None
+        step = works["gpt10"].step_seconds(f"zx{stage}") if "gpt10" in works else None
+        if extra is None or step is None:
+            verdicts.append(Verdict(text, None, False))
+            continue
+        share = extra.median / 1e3 / step.median
+        measured = f"{extra.median:.1f} ms of {step.median * 1e3:.0f} ms, {share:.1%}"
+        verdicts.append(Verdict(text, measured, share < 0.03))
+    return verdicts
+
+
+def startup(timings: Timings | None) -> list[Verdict]:
+    """Launch to first step of the driver against Lightning's launcher and against torchrun."""
+    case = "launch to first step"
+    verdicts = []
+    for against, allowed in (("Lightning DDP", 0.0), ("torchrun", 0.5)):
+        text = f"launch to first step of the driver at most {allowed:g} s after {against}"
+        extra = timings.difference(case, "driver", against) if timings else None
+        if extra is None:
+            verdicts.append(Verdict(text, None, False))
+        else:
+            measured = f"{extra.median:+.2f} s ({extra.low:+.2f}..{extra.high:+.2f})"
+            verdicts.append(Verdict(text, measured, extra.median <= allowed))
+    return verdicts
+
+
+def all_targets(works: Mapping[str, WorkResult], timings: Mapping[str, Timings]) -> list[Verdict]:
+    """Every target of the project, in the order of the page."""
+    return [
+        *training(works),
+        *kernel(timings.get("kernel")),
+        *overhead(timings.get("overhead"), works),
+        *startup(timings.get("startup")),
+    ]

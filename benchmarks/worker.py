@@ -1,0 +1,153 @@
+"""One rank of one mode: a process that lives through a whole run and takes steps when it is told
+to.
+
+The harness writes one JSON command a line to standard input and reads one JSON reply a line from
+the descriptor given as the last argument (standard output belongs to the libraries, some of which
+print). Between commands the process blocks in ``read``, so that of all modes only one is active at
+a time.
+
+    python -m benchmarks.worker WORK MODE RANK WORLD_SIZE STORE_FILE REPLY_FD
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.memory import live_tensor_bytes, reset_peak, resident_bytes, unique_bytes
+from benchmarks.modes import MODES
+from benchmarks.peer import Peer, fused_adamw
+from benchmarks.work import WORKS, Work
+
+
+def _load_libraries() -> None:
+    """Map the libraries that any training step uses, so that the baseline holds them and the peak
+    above it is the mode's own."""
+    warm = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
+    optimizer = fused_adamw(warm.parameters())
+    warm(torch.ones(4, 64)).sum().backward()
+    optimizer.step()
+    dist.all_reduce(torch.ones(1))
+
+
+class Worker:
+    """Builds the model, then answers commands."""
+
+    def __init__(self, work: Work, mode_name: str, rank: int) -> None:
+        self.work = work
+        self.rank = rank
+        self.mode = MODES[mode_name]
+        self.start = importlib.import_module(self.mode.module).start
+        _load_libraries()
+        self.baseline, _ = resident_bytes()
+        self.peak_resets = reset_peak()
+        self.steps_done = 0
+        self.peer: Peer = self.start(work.model(), self.mode.options)
+
+    def steps(self, count: int) -> dict[str, Any]:
+        """Take ``count`` steps without pause; seconds of each, from the end of the one before (the
+        first from a barrier)."""
+        batches = [self.work.batch(self.rank, self.steps_done + i) for i in range(count)]
+        losses, ends = [], []
+        dist.barrier()
+        cpu = time.process_time()
+        ends.append(time.monotonic())
+        for inputs, targets in batches:
+            losses.append(self.peer.backward(inputs, targets))
+            self.peer.update()
+            ends.append(time.monotonic())
+        cpu = time.process_time() - cpu
+        self.steps_done += count
+        _, peak = resident_bytes()
+        return {
+            "seconds": [b - a for a, b in itertools.pairwise(ends)],
+            "end": ends[-1],
+            "cpu_seconds": cpu,
+            "losses": [float(loss) for loss in losses],
+            "peak_rss": peak,
+        }
+
+    def memory(self) -> dict[str, Any]:
+        """Take one step and count bytes in its middle, when gradients are ready and the optimizer
+        has yet to run: state by kind (storages counted once), all live tensors, and the process."""
+        _, peak = resident_bytes()  # before counting, which needs memory of its own
+        self.peer.backward(*self.work.batch(self.rank, self.steps_done))
+        state = self.peer.state()
+        found = {
+            "state": unique_bytes([*state.params, *state.grads, *state.optim]),
+            "params": unique_bytes(state.params),
+            "grads": unique_bytes(state.grads),
+            "optim": unique_bytes(state.optim),
+            "tensors": live_tensor_bytes(),
+            "rss_baseline": self.baseline,
+            "peak_rss": peak,
+            "peak_resets": self.peak_resets,
+        }
+        del state
+        self.peer.update()
+        self.steps_done += 1
+        return found
+
+    def reset_peak(self) -> dict[str, Any]:
+        """Forget the peak so far (that of building the model): what follows is the peak of steady
+        training."""
+        return {"done": reset_peak()}
+
+    def answer(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Carry out one command of the harness; the names are those in ``do``."""
+        actions: dict[str, Callable[..., dict[str, Any]]] = {
+            "steps": self.steps,
+            "memory": self.memory,
+            "reset_peak": self.reset_peak,
+            "versions": self.versions,
+        }
+        action = actions[command.pop("do")]
+        return action(**command)
+
+    def versions(self) -> dict[str, Any]:
+        found = {"python": sys.version.split()[0], "torch": torch.__version__}
+        if "deepspeed" in sys.modules:
+            found["deepspeed"] = sys.modules["deepspeed"].__version__
+        return found
+
+
+def main(argv: list[str]) -> None:
+    work, mode, rank, world, store, reply_fd = argv
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    warnings.simplefilter(
+        "ignore", FutureWarning
+    )  # torch 2.13 renames collectives that peers still call
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=int(rank),
+        world_size=int(world),
+        timeout=timedelta(seconds=600),
+    )
+    worker = Worker(WORKS[work], mode, int(rank))
+    with os.fdopen(int(reply_fd), "w") as replies:
+        for line in sys.stdin:
+            command = json.loads(line)
+            if command["do"] == "quit":
+                break
+            replies.write(json.dumps(worker.answer(command)) + "\n")
+            replies.flush()
+    # The interpreter's own teardown of some peers hangs or crashes after the results are in;
+    # nothing is left to save.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
