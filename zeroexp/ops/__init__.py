@@ -1,7 +1,8 @@
 """CPU ops that are bound by memory bandwidth, compiled where possible, in torch elsewhere.
 
-Each op has one contract and two implementations: the kernel in ``zeroexp._C`` (built at install, chosen for the CPU at
-run time) and the same arithmetic in torch. :func:`status` says which one is in use and why.
+Each op has one contract and two implementations: the kernel in ``zeroexp._C`` (built at install,
+chosen for the CPU at run time) and the same arithmetic in torch. :func:`status` says which one is
+in use and why.
 """
 
 from __future__ import annotations

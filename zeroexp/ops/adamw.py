@@ -18,7 +18,7 @@ STATE_TYPES = (torch.float32,)
 
 @dataclass(frozen=True)
 class AdamScalars:
-    """The scalars of one step, computed in double as torch.optim does; each is rounded to fp32 where it is used."""
+    """The scalars of one step, in double as torch.optim has them; rounded to fp32 where used."""
 
     decay: float
     weight_decay: float
@@ -67,15 +67,17 @@ def adamw_(
     copy_out: Tensor | None = None,
     decoupled: bool = True,
 ) -> None:
-    """One AdamW step in place: Loshchilov and Hutter, arXiv:1711.05101, with torch.optim.AdamW's order of operations.
+    """One AdamW step in place (Loshchilov and Hutter, arXiv:1711.05101; torch.optim.AdamW's order).
 
-    ``p``, ``m``, ``v``: fp32, the parameter and its first and second moment. ``g``: fp32, bf16 or fp16; it is multiplied
-    by ``grad_scale`` in fp32 first. ``copy_out``: bf16 or fp16, receives the new parameter, rounded to nearest even.
-    All are dense contiguous CPU tensors with the same number of elements. ``step`` counts from 1. ``decoupled=False``
-    adds ``weight_decay * p`` to the gradient instead (torch.optim.Adam).
+    ``p``, ``m``, ``v``: fp32, the parameter and its first and second moment. ``g``: fp32, bf16 or
+    fp16; it is multiplied by ``grad_scale`` in fp32 first. ``copy_out``: bf16 or fp16, receives the
+    new parameter, rounded to nearest even. All are dense contiguous CPU tensors with the same
+    number of elements. ``step`` counts from 1. ``decoupled=False`` adds ``weight_decay * p`` to the
+    gradient instead (torch.optim.Adam).
 
-    Compiled kernels of every instruction set give the bits of torch's foreach and for-loop optimizers on a CPU with FMA,
-    for any number of threads, any size and any cut of a tensor into pieces. Autograd does not see the writes.
+    Compiled kernels of every instruction set give the bits of torch's foreach and for-loop
+    optimizers on a CPU with FMA, for any number of threads, any size and any cut of a tensor into
+    pieces. Autograd does not see the writes.
 
     Raises TypeError and ValueError that name the argument.
     """
@@ -129,7 +131,7 @@ def _reference(
     grad_scale: float,
     copy_out: Tensor | None,
 ) -> None:
-    """The same step in torch's operations. They are element-wise, so the result does not depend on position either."""
+    """The same step in torch's operations; element-wise, so independent of position as well."""
     p, m, v = p.view(-1), m.view(-1), v.view(-1)
     grad = g.view(-1).float() * grad_scale
     if s.weight_decay != 0:

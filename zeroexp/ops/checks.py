@@ -1,7 +1,8 @@
-"""Argument checks of the ops: a kernel sees addresses only, so everything else is settled here, by name."""
+"""Argument checks of the ops: a kernel sees addresses, so the rest is settled here, by name."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 
 import torch
@@ -20,7 +21,8 @@ def check_flat(
 ) -> None:
     """Raises unless ``tensor`` is a dense CPU tensor of one of ``dtypes`` with ``size`` elements.
 
-    TypeError for dtype, device and layout, ValueError for size and contiguity. Both name the op and the argument.
+    TypeError for dtype, device and layout, ValueError for size and contiguity. Both name the op and
+    the argument.
     """
     if (
         tensor.dtype in dtypes
@@ -41,7 +43,8 @@ def check_flat(
         raise TypeError(f"{op}: {name} has layout {tensor.layout}, expected a dense tensor")
     if not tensor.is_contiguous():
         raise ValueError(
-            f"{op}: {name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous"
+            f"{op}: {name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} "
+            "is not contiguous"
         )
     raise ValueError(f"{op}: {name} has {tensor.numel()} elements, expected {size}")
 
@@ -52,6 +55,6 @@ def check_apart(op: str, tensors: dict[str, Tensor]) -> None:
         (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name)
         for name, t in tensors.items()
     )
-    for (_, end, first), (start, _, second) in zip(spans, spans[1:], strict=False):
+    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
         if start < end:
             raise ValueError(f"{op}: {first} and {second} share memory")

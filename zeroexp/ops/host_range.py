@@ -1,4 +1,4 @@
-"""Host memory with an address of its own: pages can be given back and filled again, the address stays."""
+"""Host memory with an address of its own: pages can go and come again, the address stays."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 
 class HostRange:
-    """A private, zero-filled range of ``num_bytes`` bytes, on huge pages where the kernel gives them.
+    """A private, zero-filled range of ``num_bytes`` bytes, on huge pages where the kernel has them.
 
-    A released unit keeps its buffer's identity this way: views of it stay valid (they read zeros until it is filled
-    again), and no other unit can get its memory. Filling fresh pages is five times faster on huge pages than on small
-    ones. Raises MemoryError when the address space is exhausted, ValueError for a negative size.
+    A released unit keeps its buffer's identity this way: views of it stay valid (they read zeros
+    until it is filled again), and no other unit can get its memory. Filling fresh pages is five
+    times faster on huge pages than on small ones. Raises MemoryError when the address space is
+    exhausted, ValueError for a negative size.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -40,19 +41,21 @@ class HostRange:
 
     @property
     def resident_bytes(self) -> int | None:
-        """Bytes of the range that are in memory now, in whole pages; None where that cannot be told."""
+        """Bytes of the range now in memory, in whole pages; None where that cannot be told."""
         return self._open().resident_bytes
 
     def tensor(self, dtype: torch.dtype, count: int | None = None, offset: int = 0) -> Tensor:
-        """A flat tensor over the range: ``count`` elements (default: what fits) from byte ``offset`` on.
+        """A flat tensor over ``count`` elements (default: what fits) from byte ``offset`` on.
 
-        The tensor keeps the addresses alive, also past :meth:`close`. Raises ValueError when it does not fit.
+        The tensor keeps the addresses alive, also past :meth:`close`. Raises ValueError when it
+        does not fit.
         """
         room = (self.num_bytes - offset) // dtype.itemsize
         count = room if count is None else count
         if offset < 0 or offset % dtype.itemsize or not 0 <= count <= room:
             raise ValueError(
-                f"HostRange: {count} x {dtype} at byte {offset} does not fit in {self.num_bytes} bytes"
+                f"HostRange: {count} x {dtype} at byte {offset} does not fit in "
+                f"{self.num_bytes} bytes"
             )
         memory = self._open()
         if count == 0:  # torch.frombuffer refuses empty buffers
@@ -60,11 +63,11 @@ class HostRange:
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
 
     def release(self) -> None:
-        """Gives the pages back to the system. The addresses stay valid; reading them gives zeros."""
+        """Gives the pages back to the system; the addresses stay valid and read as zeros."""
         self._open().release()
 
     def close(self) -> None:
-        """Gives the pages back and ends the use of this object. The addresses go when the last tensor over them goes."""
+        """Gives the pages back; the addresses go when the last tensor over them goes."""
         if self._memory is not None:
             self._memory.release()
             self._memory = None

@@ -1,7 +1,7 @@
 """Loads the compiled ops and says which implementation is in use.
 
-``ZEROEXP_ISA`` chooses by name: ``baseline``, ``avx2``, ``avx512`` (what the machine has), or ``reference`` for torch.
-Unset, the fastest one is taken. It is read once, when an op is first used.
+``ZEROEXP_ISA`` chooses by name: ``baseline``, ``avx2``, ``avx512`` (what the machine has), or
+``reference`` for torch. Unset, the fastest one is taken. It is read once, when an op is first used.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-# Before zeroexp._C: both then share the OpenMP runtime that torch brings, and with it the thread pool.
+# Before zeroexp._C: both then share the OpenMP runtime that torch brings, and with it the thread
+# pool.
 import torch  # noqa: F401
 
 from zeroexp.errors import ZeroexpError
@@ -26,8 +27,8 @@ REFERENCE = "reference"
 class OpsStatus:
     """Which ops run.
 
-    ``compiled`` tells kernels from torch, ``isa`` names the instruction set (``baseline``, ``avx2``, ``avx512``;
-    ``reference`` without kernels), ``reason`` is one line for a person.
+    ``compiled`` tells kernels from torch, ``isa`` names the instruction set (``baseline``,
+    ``avx2``, ``avx512``; ``reference`` without kernels), ``reason`` is one line for a person.
     """
 
     compiled: bool
@@ -66,7 +67,8 @@ def select(wanted: str) -> Native:
     available = _C.available_isas()
     if wanted and wanted not in available:
         raise ZeroexpError(
-            f"ZEROEXP_ISA={wanted}: this machine has {', '.join(available)}; {REFERENCE} works everywhere"
+            f"ZEROEXP_ISA={wanted}: this machine has {', '.join(available)}; "
+            f"{REFERENCE} works everywhere"
         )
     kernels = _C.Kernels(wanted)
     reason = f"ZEROEXP_ISA={wanted}" if wanted else f"the fastest of {', '.join(available)}"

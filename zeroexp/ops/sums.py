@@ -1,4 +1,4 @@
-"""Sums over flat CPU tensors: the fp64 sum of squares of a norm, and the ordered sum of several parts."""
+"""Sums over flat CPU tensors: the fp64 sum of squares of a norm, and the ordered sum of parts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _PART_TYPES = {
 
 
 def sum_squares(t: Tensor) -> float:
-    """The sum of ``t[i] ** 2``, accumulated in fp64. ``t``: fp32, bf16, fp16 or fp64, dense contiguous CPU.
+    """The sum of ``t[i] ** 2``, accumulated in fp64.
 
-    The order of additions is fixed by the number of elements alone: threads and instruction set change no bit. inf and
-    NaN go through. Raises TypeError and ValueError that name the argument.
+    ``t``: fp32, bf16, fp16 or fp64, a dense contiguous CPU tensor of any shape. The order of
+    additions is fixed by the number of elements alone: threads and instruction set change no bit.
+    inf and NaN go through. Raises TypeError and ValueError that name the argument.
     """
     check_flat("sum_squares", "t", t, TYPE_NAMES)
     kernels = native().kernels
@@ -36,11 +37,12 @@ def sum_squares(t: Tensor) -> float:
 
 
 def sum_into(out: Tensor, parts: Sequence[Tensor]) -> None:
-    """``out = ((parts[0] + parts[1]) + parts[2]) + ...``, element by element, in that order, in one pass.
+    """``out = ((parts[0] + parts[1]) + parts[2]) + ...`` element by element, in one pass.
 
-    ``parts``: fp32, bf16 or fp16 into an fp32 ``out`` (each part is widened before it is added), or fp64 into fp64. All
-    parts have one dtype and the size of ``out``; all are dense contiguous CPU tensors. ``out`` may be one of the parts,
-    but may not overlap one otherwise. Raises TypeError and ValueError that name the argument.
+    ``parts``: fp32, bf16 or fp16 into an fp32 ``out`` (each part is widened before it is added), or
+    fp64 into fp64. All parts have one dtype and the size of ``out``; all are dense contiguous CPU
+    tensors. ``out`` may be one of the parts, but may not overlap one otherwise. Raises TypeError
+    and ValueError that name the argument.
     """
     if not parts:
         raise ValueError("sum_into: parts is empty")
@@ -73,8 +75,9 @@ def sum_into(out: Tensor, parts: Sequence[Tensor]) -> None:
 @torch.no_grad()
 def _reference_sum_squares(t: Tensor) -> float:
     total = 0.0
-    for block in t.view(-1).split(_BLOCK):
-        total += block.double().square().sum().item()
+    flat = t.view(-1)
+    for start in range(0, flat.numel(), _BLOCK):
+        total += flat[start : start + _BLOCK].double().square().sum().item()
     return total
 
 
