@@ -113,7 +113,7 @@ def measure(rounds: int, elements: int = FLAT_ELEMENTS) -> dict[str, Any]:
     """Every case at one and two threads; milliseconds a step."""
     cases = []
     before = torch.get_num_threads()
-    # The traffic has a state of its own: it swaps the moments, and negative second moments give NaN.
+    # The traffic has a state of its own: it swaps the moments, and a negative second one gives NaN.
     flat, moved = FlatState(elements), FlatState(elements)
     fused = TorchFused([flat.p.clone()])
     shapes = [p.detach() for p in WORKS["gpt10"].model().parameters()]
