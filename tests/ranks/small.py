@@ -202,3 +202,17 @@ class Scalar(nn.Module):
 
     def forward(self, c: Tensor | float) -> Tensor:
         return (self.w * c).sum()
+
+
+def sgd_engine(module: nn.Module, stage: int, lr: float = 0.1, **keys: Any) -> Any:
+    """An engine around ``module`` with plain SGD."""
+    from zeroexp.engine import Engine
+
+    return Engine(module, torch.optim.SGD(module.parameters(), lr=lr), settings(stage, **keys))
+
+
+def step(engine: Any, *inputs: Any) -> float:
+    """One forward, backward and step; returns the loss scale afterwards."""
+    engine.backward(engine(*inputs))
+    engine.step()
+    return float(engine.loss_scale)
