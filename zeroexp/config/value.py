@@ -261,4 +261,6 @@ def show(value: Any, key: Key | None = None) -> str:
         return "{" + ", ".join(f"{k}: {show(v)}" for k, v in value.items()) + "}"
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return "[" + ", ".join(show(v) for v in value) + "]"
-    return value if isinstance(value, str) else repr(value)
+    if isinstance(value, str):
+        return value if value.strip() else repr(value)
+    return repr(value)
