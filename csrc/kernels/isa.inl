@@ -78,7 +78,8 @@ void adam(const AdamArgs& a, std::size_t begin, std::size_t end) {
   constexpr std::size_t kStep = Vec::kLanes;
   std::size_t i = begin;
   for (; i + kStep <= end; i += kStep) {
-    adam_vector<G, C, kL2>(lanes, a.param + i, a.exp_avg + i, a.exp_avg_sq + i, grad + i, a.copy + i);
+    std::uint16_t* const copy = C == Type::none ? nullptr : a.copy + i;
+    adam_vector<G, C, kL2>(lanes, a.param + i, a.exp_avg + i, a.exp_avg_sq + i, grad + i, copy);
   }
   if (i < end) {
     // The tail goes through the same vector operations in padded buffers: no result depends on where a range ends.

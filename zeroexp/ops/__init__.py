@@ -8,8 +8,8 @@ in use and why.
 from __future__ import annotations
 
 from zeroexp.ops.adamw import adamw_
-from zeroexp.ops.host_range import HostRange
+from zeroexp.ops.host_range import HostRange, host_zeros
 from zeroexp.ops.native import OpsStatus, status
 from zeroexp.ops.sums import sum_into, sum_squares
 
-__all__ = ["HostRange", "OpsStatus", "adamw_", "status", "sum_into", "sum_squares"]
+__all__ = ["HostRange", "OpsStatus", "adamw_", "host_zeros", "status", "sum_into", "sum_squares"]

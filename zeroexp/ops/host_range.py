@@ -78,6 +78,15 @@ class HostRange:
         return self._memory
 
 
+def host_zeros(size: int, dtype: torch.dtype) -> Tensor:
+    """A flat tensor of ``size`` zeros in a :class:`HostRange` of its own, which goes with it.
+
+    Streaming ops run a tenth to a fifth faster over huge pages than over what the allocator gives:
+    long-lived flat state (shards, moments) belongs here.
+    """
+    return HostRange(size * dtype.itemsize).tensor(dtype)
+
+
 class _PythonRange(mmap.mmap):
     """The range without compiled ops: no alignment to huge pages, otherwise the same."""
 
