@@ -116,14 +116,12 @@ class TrainSampler:
     def load_state_dict(self, state: Position) -> None:
         """Continue where ``state`` was taken, also with another number of ranks or micro-batches.
 
-        A position inside an optimizer step that the new cut cannot express goes back to the
-        beginning of that step.
+        A state inside an optimizer step goes back to the beginning of that step: the gradients of
+        its first micro-batches are gone.
         """
-        sequences = state["sequences"]
-        if sequences % (self.micro_batch_size * self.data_ranks):
-            sequences -= sequences % self.batch_size
-        self.epoch, self._sequences = state["epoch"], sequences
-        if sequences >= self.steps_per_epoch * self.batch_size:
+        step = state["sequences"] // self.batch_size
+        self.epoch, self._sequences = state["epoch"], step * self.batch_size
+        if step >= self.steps_per_epoch:
             self.epoch, self._sequences = self.epoch + 1, 0
 
 

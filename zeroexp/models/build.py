@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
 from zeroexp.config.sections import ModelConfig
 from zeroexp.errors import ModelError
 from zeroexp.models.registry import FAMILIES
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw from generators at ``seed`` inside, and leave torch's as they were."""
+    # A context on the GPU is made by whoever chose that device, never by asking here.
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = [torch.cuda.current_device()] if initialized else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield
 
 
 def build(model: ModelConfig, *, seed: int, recompute: bool = False) -> nn.Module:
@@ -21,9 +35,5 @@ def build(model: ModelConfig, *, seed: int, recompute: bool = False) -> nn.Modul
         raise ModelError(
             f"model.kind={model.kind} is not built in; there are {', '.join(FAMILIES)}"
         )
-    # A context on the GPU is made by whoever chose that device, never by asking here.
-    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = [torch.cuda.current_device()] if initialized else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
+    with seeded(seed):
         return FAMILIES[model.kind].build(model, recompute)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -138,7 +139,6 @@ class GPT(nn.Module):
     def __init__(self, model: ModelConfig, *, recompute: bool = False) -> None:
         super().__init__()
         self.head_dim = head_dim(model)
-        self.max_seq_len = model.max_seq_len
         self.recompute = recompute
         self.draws_random = model.dropout > 0
         self.embedding = Embedding(model.vocab_size, model.dim)
@@ -158,21 +158,21 @@ class GPT(nn.Module):
         loss in nats.
 
         Targets of :data:`zeroexp.models.loss.IGNORED` count for nothing. Raises :class:`ModelError`
-        for sequences beyond ``max_seq_len``.
+        for more tokens than there are learned positions.
         """
         length = tokens.shape[1]
-        if length > self.max_seq_len:
-            raise ModelError(
-                f"a sequence of {length} tokens is longer than model.max_seq_len="
-                f"{self.max_seq_len}; raise model.max_seq_len or lower data.seq_len"
-            )
         x_BLC = self.embedding(tokens)
         rotary: Rotary | None = None
         if self.positions is None:
             rotary = rotary_tables(length, self.head_dim, x_BLC.device, x_BLC.dtype)
         else:
-            position_L = tokens.new_ones(length).cumsum(0) - 1
-            x_BLC = x_BLC + self.positions(position_L)
+            rows = self.positions.num_embeddings
+            if length > rows:
+                raise ModelError(
+                    f"a sequence of {length} tokens is longer than the {rows} learned positions; "
+                    "raise model.max_seq_len or lower data.seq_len"
+                )
+            x_BLC = x_BLC + self.positions(torch.arange(length, device=tokens.device))
         x_BLC = self.dropout(x_BLC)
         for block in self.blocks:
             if self.recompute and x_BLC.requires_grad:

@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 
 from zeroexp.data.sources.python_library import open_library
-from zeroexp.data.sources.source import Source
+from zeroexp.data.sources.source import Source, Split
 from zeroexp.data.sources.synthetic import NUM_TOKENS, SyntheticTokens
 from zeroexp.data.sources.text import TextFiles, open_text
 from zeroexp.data.sources.token_files import open_token_files
 from zeroexp.errors import ConfigError
 
 
-def whole(source: Source, split: str) -> bytes:
-    assert split in ("train", "val")
+def whole(source: Source, split: Split) -> bytes:
     return bytes(source.read(split, 0, source.num_tokens(split)).astype(np.uint8))
 
 
@@ -37,7 +36,8 @@ def test_folder_is_split_by_the_hash_of_each_name(tmp_path: Path) -> None:
     def belongs_to_val(name: str) -> bool:  # the rule of the documentation, written out
         return int(hashlib.sha256(name.encode()).hexdigest()[:16], 16) < 0.3 * 2**64
 
-    for split, in_val in (("train", False), ("val", True)):
+    splits: list[tuple[Split, bool]] = [("train", False), ("val", True)]
+    for split, in_val in splits:
         names = sorted(n for n in files if belongs_to_val(n) == in_val)
         assert len(names) > 5
         assert whole(source, split) == b"".join(files[n] + b"\0" for n in names)
