@@ -6,7 +6,7 @@ for each parameter in it, so it is split where histories differ and only then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,24 +54,23 @@ class History:
         else:
             self.runs = [Run(0, stop, [i for i, _ in starts], master)]
 
-    def split(self, present: Sequence[bool], state: State) -> None:
-        """Cut runs so that each is all present or all absent; ``present`` is per slot of the segment."""
+    def split(self, labels: Sequence[Hashable], state: State) -> None:
+        """Cut runs so that all parameters of one have the same label; ``labels`` are per slot of the segment."""
         if self._whole:
             return
         out: list[Run] = []
         for run in self.runs:
-            kinds = [present[i] for i in run.slots]
-            if len(set(kinds)) <= 1:
+            if len({labels[i] for i in run.slots}) <= 1:
                 out.append(run)
             else:
-                out.extend(self._cut(run, present, state))
+                out.extend(self._cut(run, labels, state))
         self.runs = out
 
-    def _cut(self, run: Run, present: Sequence[bool], state: State) -> list[Run]:
+    def _cut(self, run: Run, labels: Sequence[Hashable], state: State) -> list[Run]:
         first = {i: at for i, at in self._starts}
         groups: list[list[int]] = []
         for i in run.slots:
-            if groups and present[groups[-1][-1]] == present[i]:
+            if groups and labels[groups[-1][-1]] == labels[i]:
                 groups[-1].append(i)
             else:
                 groups.append([i])

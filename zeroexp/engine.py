@@ -1,0 +1,602 @@
+"""The training loop's other half: forward scope, backward, one boundary, one step, over any placement of state."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.optim import Optimizer
+
+from zeroexp.checkpoint import directory, full
+from zeroexp.comm import World
+from zeroexp.config import Config
+from zeroexp.errors import ModelError, NonFiniteError, OptimizerError
+from zeroexp.layout import Layout
+from zeroexp.ledger import Ledger
+from zeroexp.optim.face import Face
+from zeroexp.placement import STAGES
+from zeroexp.precision import LossScale, Policy
+from zeroexp.zero.access import Guards, ModuleHook
+from zeroexp.zero.boundary import Agreement, agree, first_nonfinite
+from zeroexp.zero.buffer import BufferPool
+from zeroexp.zero.hooks import Hooks
+from zeroexp.zero.model import ShardedModel
+from zeroexp.zero.owner import EngineOwner
+from zeroexp.zero.reducer import Reducer
+from zeroexp.zero.residency import Direction, Residency
+from zeroexp.zero.segment import SegmentState, Surroundings
+from zeroexp.zero.stepper import Stepper
+from zeroexp.zero.unit import UnitState
+
+
+class Engine:
+    """Shards ``module`` in place and trains it with the user's own ``optimizers``.
+
+    Parameter names and objects stay; gradients live in the engine (``param.grad`` is ``None`` after a backward, see
+    :meth:`full_grad`). Every rank must build the engine at the same point. ``config`` is a :class:`Config` or a partial
+    mapping of it. ``divide_accumulation=False``: the caller divides the loss by the number of micro-batches itself.
+    ``clip=None``: the caller clips by itself; by default :meth:`step` clips to ``trainer.gradient_clip_val``.
+
+    Raises :class:`ModelError`, :class:`OptimizerError`, :class:`RankMismatch` or :class:`ConfigError`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Optimizer | Sequence[Optimizer] | None,
+        config: Config | Mapping[str, Any] | None = None,
+        *,
+        device: torch.device | str | None = None,
+        divide_accumulation: bool = True,
+        clip: float | str | None = "config",
+    ) -> None:
+        if not isinstance(config, Config):
+            config = Config.from_mapping(config or {})
+        self.config = config.resolved()
+        self.module = module
+        self.optimizers = _as_list(optimizers)
+        self.device = torch.device(device) if device is not None else _device_of(module)
+        self.ledger = Ledger()
+        self.accumulate = config.trainer.accumulate_grad_batches
+        """Micro-batches per step, for the plain loop; may be changed between steps."""
+        self._divide_accumulation = divide_accumulation
+        self._clip = config.trainer.gradient_clip_val if clip == "config" else clip
+        self.policy = Policy.from_config(self.config)
+        zero = self.config.zero
+        shard_size = zero.shard_size if isinstance(zero.shard_size, int) else None
+        if zero.shard_size == "node":
+            shard_size = self.config.trainer.devices
+        self.world = World.create(
+            self.ledger, shard_size=shard_size, timeout=float(self.config.launch.timeout)
+        )
+        self.rank, self.world_size = self.world.rank, self.world.size
+        placement = STAGES[zero.stage]
+        self._around = Surroundings(
+            self.world,
+            self.ledger,
+            placement,
+            self.policy,
+            BufferPool(self.device),
+            self.device,
+            zero.bucket,
+        )
+        each = zero.reduce == "each" or (zero.reduce == "auto" and placement.grads.sharded)
+        self._reduce_each = each
+        first_group, groups = _group_numbers(module, self.optimizers)
+        self.model = ShardedModel(module, groups, self._around, cut=zero.unit)
+        root = next((u for u in self.model.units if u.name == ""), None)
+        self._root = root
+        reshard = zero.reshard_after_forward
+        self.residency = Residency(
+            self.model.units,
+            prefetch=zero.prefetch if zero.overlap else 0,
+            keeps=lambda unit: reshard == "false" or (reshard == "auto" and unit is root),
+        )
+        self._trainable_units = [
+            u for u in reversed(self.model.units) if u.trainable_segments
+        ]
+        self.reducer = Reducer(self._trainable_units, overlap=zero.overlap)
+        self.steppers: list[Stepper] = []
+        for optimizer, first in zip(self.optimizers, first_group, strict=True):
+            last = first + len(optimizer.param_groups)
+            mine = [s for s in self.model.trainable_segments if first <= s.spec.group < last]
+            self.steppers.append(
+                Stepper(self._bind(optimizer), mine, first, self._around)
+            )
+        scale = self.config.precision.loss_scale
+        self.scale = LossScale(
+            scale, dynamic=scale.mode == "dynamic", active=scale.mode in ("dynamic", "static")
+        )
+        self._hooks = Hooks(self.residency, self.reducer, self._backward_begins)
+        self._guards = Guards()
+        self._attach()
+        self._in_backward = False
+        self._micro_steps = 0
+        self._boundary = True
+        self._unreduced = False
+        self._loss_finite = True
+        self._agreements: dict[int, Agreement] = {}
+        self._factors: dict[int, float] = {}
+        self.grad_norm: float | None = None
+        """Global norm of the last gradients, unscaled, before clipping; ``None`` before the first boundary."""
+        self.grad_norm_clipped: float | None = None
+        """The same after clipping."""
+        self.global_steps = 0
+        """Boundaries passed, skipped ones included."""
+        self.skipped_steps = 0
+        """Boundaries at which no step was applied because a gradient was not finite."""
+
+    # -- construction --------------------------------------------------------------------------------------------
+
+    def _bind(self, optimizer: Optimizer) -> Face:
+        this = weakref.proxy(self)
+        return Face(
+            optimizer,
+            on_step=lambda: this.step(optimizer),
+            on_zero_grad=lambda: this.zero_grad(optimizer),
+        )
+
+    def _attach(self) -> None:
+        root_module = self.module
+        self._hooks.attach_root(root_module, self._root)
+        owners = {id(u): EngineOwner(u, self.model, self.residency) for u in self.model.units}
+        for unit in self.model.units:
+            if unit.sharded and unit is not self._root:
+                self._hooks.attach_unit(unit)
+            for segment in unit.trainable_segments:
+                for slot in range(len(segment.params)):
+                    self._hooks.attach_parameter(unit, segment, slot)
+        for module in root_module.modules():
+            table = {
+                name: owners[id(self.model.place[id(p)][0])]
+                for name, p in module._parameters.items()
+                if p is not None
+            }
+            if table:
+                self._guards.install(module, table)
+        for unit in self.model.units:
+            if unit.sharded:
+                owner = owners[id(unit)]
+                self._guards.keep(
+                    unit.module.register_state_dict_pre_hook(ModuleHook(owner.open)),
+                    unit.module._register_state_dict_hook(ModuleHook(owner.shut)),
+                )
+
+    @property
+    def layout(self) -> Layout:
+        """Which bytes of which parameter lie where."""
+        return self.model.layout
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward. Floating inputs are cast to the compute dtype."""
+        return self.module(*self.cast(args), **self.cast(kwargs))
+
+    def cast(self, value: Any) -> Any:
+        """``value`` with its floating tensors in the compute dtype, where that is a narrow one."""
+        dtype = self.policy.compute
+        if dtype == torch.float32:
+            return value
+        if isinstance(value, Tensor):
+            return value.to(dtype) if value.is_floating_point() else value
+        if isinstance(value, dict):
+            return {k: self.cast(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+            return type(value)(self.cast(v) for v in value)
+        return value
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Around code that uses parts of the module without calling the root (Lightning's ``training_step``)."""
+        self.residency.enter_scope()
+        failed = True
+        try:
+            if self._root is not None:
+                self.residency.need(self._root)
+            yield
+            failed = False
+        finally:
+            self.residency.exit_scope(failed)
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor on the loss of the next backward."""
+        return self.scale.value
+
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        last: bool | None = None,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+    ) -> None:
+        """Accumulate the gradients of a scalar ``loss``, scaled by :attr:`loss_scale`.
+
+        ``last=False`` marks a micro-batch after which no step follows; by default every ``accumulate``-th is the last.
+        Raises :class:`ModelError` when ``loss`` is not a scalar or has no graph.
+        """
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ModelError(f"the loss must be a scalar tensor, got {shape}; reduce it with .mean() or .sum()")
+        if not loss.requires_grad:
+            raise ModelError(
+                "the loss does not depend on any trainable parameter: it has no graph. Is it detached, computed under "
+                "torch.no_grad(), or is everything frozen?"
+            )
+        if loss.device.type == "cpu":
+            self._loss_finite = self._loss_finite and math.isfinite(loss.item())
+        with self.backward_scope(last=last):
+            self.scaled(loss).backward(retain_graph=retain_graph, create_graph=create_graph)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """``loss`` times :attr:`loss_scale`, for code that calls ``.backward()`` itself."""
+        return loss * self.scale.value if self.scale.value != 1.0 else loss
+
+    @contextmanager
+    def backward_scope(self, *, last: bool | None = None) -> Iterator[None]:
+        """Around one call of autograd; what it leaves behind is reduced when it ends."""
+        self._begin_backward(last)
+        if self._root is not None and self._root.sharded and torch.is_grad_enabled():
+            self.residency.begin_pass(Direction.BACKWARD)
+            self.residency.need(self._root)
+        try:
+            yield
+        except BaseException:
+            self._in_backward = False
+            self.reducer.reducing = False
+            self.residency.end_pass(failed=True)
+            raise
+        self._end_backward()
+
+    def _begin_backward(self, last: bool | None) -> None:
+        self._micro_steps += 1
+        self._boundary = self._micro_steps >= self.accumulate if last is None else last
+        parts = self.accumulate if self._divide_accumulation else 1
+        self._in_backward = True
+        self._agreements.clear()
+        self._factors.clear()
+        reduce = self._reduce_each or self._boundary
+        self.reducer.begin(
+            reduce=reduce,
+            divisor=float(parts * self.world_size),
+            divide_on_arrival=self._reduce_each or self.accumulate == 1,
+        )
+        self._unreduced = not reduce
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        if self.residency.direction is Direction.BACKWARD:
+            self.residency.end_pass()
+        self.reducer.end()
+
+    def _backward_begins(self) -> None:
+        """Autograd reached the model outside :meth:`backward_scope`: a bare ``loss.backward()``."""
+        if self._in_backward:
+            return
+        self._begin_backward(None)
+        Variable._execution_engine.queue_callback(self._end_bare_backward)  # type: ignore[attr-defined]
+
+    def _end_bare_backward(self) -> None:
+        if self._in_backward:
+            self._end_backward()
+
+    # -- boundary ------------------------------------------------------------------------------------------------
+
+    def _stepper(self, optimizer: Optimizer | None) -> list[Stepper]:
+        if optimizer is None:
+            return self.steppers
+        found = [s for s in self.steppers if s.optimizer is optimizer]
+        if not found:
+            raise OptimizerError("this optimizer was not given to the engine; pass it to zeroexp.initialize()")
+        return found
+
+    def finish_gradients(self, optimizer: Optimizer | None = None) -> bool:
+        """Reduce what is left, agree with the other ranks, measure the norm. True when all gradients are finite.
+
+        Idempotent until the next backward, step or ``zero_grad``.
+        """
+        return all(self._finish(s).finite for s in self._stepper(optimizer))
+
+    def _finish(self, stepper: Stepper) -> Agreement:
+        key = id(stepper)
+        if key in self._agreements:
+            return self._agreements[key]
+        if self._unreduced:
+            self.reducer.flush([u for u in self._trainable_units if u.trains])
+            self._unreduced = False
+        agreement = self._agree(stepper)
+        if agreement.late:  # gradients that arrived after their unit had been reduced, on some rank
+            self.reducer.flush([self._trainable_units[i] for i in agreement.late])
+            agreement = self._agree(stepper)
+        if self.world.replicas.size > 1:
+            for segment in stepper.segments:
+                self.world.replicas.all_reduce(
+                    segment.owned, tag=segment.tag, what="all-reduce over the replicas"
+                ).wait()
+            agreement = self._agree(stepper)
+        self._agreements[key] = agreement
+        norm = math.sqrt(agreement.sum_squares) / self.scale.value if agreement.finite else math.nan
+        self.grad_norm = self.grad_norm_clipped = norm
+        return agreement
+
+    def _agree(self, stepper: Stepper) -> Agreement:
+        orders = [*self.residency.orders.values(), self.reducer.order]
+        agreement = agree(
+            self.world,
+            self._trainable_units,
+            stepper.segments,
+            digest=sum(order.digest() for order in orders),
+            loss_finite=self._loss_finite,
+        )
+        if agreement.same_order:
+            for order in orders:
+                order.adopt()
+        return agreement
+
+    def clip_norm(self, max_norm: float, optimizer: Optimizer | None = None) -> float:
+        """Scale the gradients down to a global L2 norm of ``max_norm``; returns the norm before (torch's
+        ``clip_grad_norm_``, with its 1e-6)."""
+        for stepper in self._stepper(optimizer):
+            self._finish(stepper)
+        norm = self._norm_of(self._stepper(optimizer))
+        self.grad_norm = self.grad_norm_clipped = norm
+        if math.isfinite(norm):
+            coefficient = min(1.0, max_norm / (norm + 1e-6))
+            self.grad_norm_clipped = norm * coefficient
+            for stepper in self._stepper(optimizer):
+                self._factors[id(stepper)] = self._factors.get(id(stepper), 1.0) * coefficient
+        return norm
+
+    def clip_value(self, limit: float, optimizer: Optimizer | None = None) -> None:
+        """Clamp every element of the unscaled gradients to ``[-limit, limit]``."""
+        for stepper in self._stepper(optimizer):
+            if not self._finish(stepper).finite:
+                continue
+            for segment in stepper.segments:
+                if segment.has_owned:
+                    bound = limit * self.scale.value
+                    segment.owned.clamp_(-bound, bound)
+            del self._agreements[id(stepper)]
+            before = self.grad_norm
+            self._finish(stepper)
+            self.grad_norm = before
+
+    def _norm_of(self, steppers: Sequence[Stepper]) -> float:
+        total = sum(self._agreements[id(s)].sum_squares for s in steppers)
+        return math.sqrt(total) / self.scale.value if math.isfinite(total) else math.nan
+
+    def step(self, optimizer: Optimizer | None = None) -> bool:
+        """Apply the accumulated gradients. True if they were applied.
+
+        In the plain loop this does nothing until ``accumulate`` backwards have been made. A step with a non-finite
+        gradient is skipped, applied or an error, as ``precision.nonfinite`` says; all ranks do the same. Raises
+        :class:`NonFiniteError`.
+        """
+        if not self._boundary:
+            return False
+        steppers = self._stepper(optimizer)
+        agreements = [self._finish(s) for s in steppers]
+        finite = all(a.finite for a in agreements)
+        self.global_steps += 1
+        self._micro_steps = 0
+        if not finite and self.policy.nonfinite != "apply":
+            self._refuse(steppers, agreements)
+            return False
+        if finite:
+            norm = self._norm_of(steppers)
+            self.grad_norm = self.grad_norm_clipped = norm
+            if self._clip:
+                assert not isinstance(self._clip, str)
+                for one in steppers:
+                    if id(one) not in self._factors:
+                        self._factors[id(one)] = min(1.0, float(self._clip) / (norm + 1e-6))
+            factor = self._factors.get(id(steppers[0]), 1.0) if steppers else 1.0
+            self.grad_norm_clipped = norm * factor
+        for stepper, agreement in zip(steppers, agreements, strict=True):
+            touched = dict(zip((s.tag for s in stepper.segments), agreement.touched, strict=True))
+            stepper.step(touched, self._factors.get(id(stepper), 1.0) / self.scale.value)
+        self.residency.release_all()
+        self._forget(steppers)
+        self.scale.update(overflow=False)
+        self.ledger.mark_step()
+        return True
+
+    def _refuse(self, steppers: Sequence[Stepper], agreements: Sequence[Agreement]) -> None:
+        """A gradient is not finite: skip or stop, on every rank alike."""
+        scale = self.scale.value
+        segments = [s for stepper in steppers for s in stepper.segments]
+        stop = self.policy.nonfinite == "stop"
+        name, owner = "", -1
+        if stop or (self.scale.dynamic and scale <= self.config.precision.loss_scale.floor):
+            name, owner = first_nonfinite(self.world, segments)
+        bad = sorted({r for a in agreements for r in a.bad_loss_ranks})
+        self.residency.release_all()
+        self._forget(steppers)
+        if stop:
+            origin = f"; the loss was not finite on rank {', '.join(map(str, bad))}" if bad else ""
+            raise NonFiniteError(
+                f"step {self.global_steps}: the gradient of {name} is not finite (found by rank {owner}, which owns that "
+                f"part){origin}. Set precision.nonfinite=skip to skip such steps; look for a division by zero, a log of "
+                "zero, or a learning rate that is too high."
+            )
+        self.scale.update(overflow=True, culprit=name)
+        self.skipped_steps += 1
+        self.ledger.mark_step()
+
+    def zero_grad(self, optimizer: Optimizer | None = None) -> None:
+        """Forget accumulated gradients (of one optimizer, or all)."""
+        self._forget(self._stepper(optimizer))
+        self._micro_steps = 0
+
+    def _forget(self, steppers: Sequence[Stepper]) -> None:
+        mine = {s.tag for stepper in steppers for s in stepper.segments}
+        for unit in self._trainable_units:
+            unit.clear_gradients(mine)
+        self._agreements.clear()
+        self._factors.clear()
+        self._loss_finite = True
+
+    def full_grad(self, param: nn.Parameter) -> Tensor | None:
+        """The whole reduced gradient of ``param`` in fp32, unscaled, or ``None`` if no rank has one (collective)."""
+        place = self.model.place.get(id(param))
+        if place is None:
+            raise ModelError("this parameter does not belong to the engine's module")
+        _, segment, slot = place
+        stepper = next((s for s in self.steppers if segment in s.segments), None)
+        if stepper is None:
+            return None
+        agreement = self._finish(stepper)
+        if not agreement.touched[stepper.segments.index(segment)][slot]:
+            return None
+        out = torch.empty(segment.spec.size, dtype=segment.grad_dtype, device=self.device)
+        self.world.gather.all_gather(
+            out, segment.owned.clone(), tag=segment.tag, what="all-gather of a gradient"
+        ).wait()
+        at = segment.spec.slots[slot]
+        grad = out[at.offset : at.stop].view(at.spec.shape).float()
+        return grad * (self._factors.get(id(stepper), 1.0) / self.scale.value)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All parameters (floats in fp32) and buffers by name, on the CPU of rank 0; empty elsewhere (collective)."""
+        return full.model_state(self.model)
+
+    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Set parameters and buffers from rank 0's ``state`` (collective). Raises :class:`CheckpointError`."""
+        full.load_model_state(self.model, state, strict=strict)
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state in torch's own format with whole tensors, on rank 0; empty elsewhere (collective)."""
+        return full.optimizer_state(self.model, self._stepper(optimizer)[0])
+
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Set the optimizer's state from rank 0's ``state`` (collective). Raises :class:`CheckpointError`."""
+        full.load_optimizer_state(self.model, self._stepper(optimizer)[0], state)
+
+    def scalar_state(self) -> dict[str, Any]:
+        """Counters and loss scale: what resume needs beside model and optimizers."""
+        return {
+            "global_steps": self.global_steps,
+            "skipped_steps": self.skipped_steps,
+            "loss_scale": self.scale.state_dict(),
+        }
+
+    def load_scalar_state(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`scalar_state`."""
+        self.global_steps = int(state["global_steps"])
+        self.skipped_steps = int(state["skipped_steps"])
+        self.scale.load_state_dict(dict(state["loss_scale"]))
+
+    def save_checkpoint(self, path: str | Path) -> None:
+        """Write whole model and optimizer state (safetensors and JSON), complete or not at all (collective)."""
+        directory.save(self, Path(path))
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Resume from :meth:`save_checkpoint`, at any number of ranks and any stage (collective).
+
+        Raises ``FileNotFoundError`` or :class:`CheckpointError`.
+        """
+        directory.load(self, Path(path))
+
+    def whole(self, units: Sequence[UnitState], *, edit: bool = False) -> Any:
+        """Context in which ``units`` are whole."""
+        return self.model.whole_units(units, edit=edit)
+
+    def close(self) -> None:
+        """End the engine's work on the module: parameters become whole and ordinary again (collective)."""
+        self.residency.release_all()
+        self._hooks.detach()
+        self._guards.remove()
+        for unit in self.model.units:
+            unit.pins += 1
+            if unit.sharded:
+                unit.gather()
+                unit.wait()
+            for segment in unit.segments:
+                for param in segment.params:
+                    param.data = param.data.clone()
+        for stepper in self.steppers:
+            stepper.face.unbind()
+        self.world.close()
+
+    def segments_of(self, params: Sequence[nn.Parameter]) -> list[SegmentState]:
+        """The segments that hold ``params``."""
+        return list({id(s): s for p in params for s in [self.model.place[id(p)][1]]}.values())
+
+
+def _as_list(optimizers: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    if optimizers is None:
+        return []
+    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+def _group_numbers(
+    module: nn.Module, optimizers: Sequence[Optimizer]
+) -> tuple[list[int], dict[int, int]]:
+    """First group number of each optimizer, and ``id(parameter)`` to group number over all optimizers.
+
+    Raises :class:`OptimizerError` for parameters of another model and for parameters in two groups.
+    """
+    names = {id(p): n for n, p in module.named_parameters()}
+    first, groups, number = [], {}, 0
+    for optimizer in optimizers:
+        first.append(number)
+        foreign = [
+            tuple(p.shape)
+            for g in optimizer.param_groups
+            for p in g["params"]
+            if id(p) not in names
+        ]
+        if foreign:
+            raise OptimizerError(
+                f"the optimizer holds {len(foreign)} parameter(s) that are not in the module, the first of shape "
+                f"{foreign[0]}. Build the optimizer from the parameters of the module you pass to zeroexp."
+            )
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) in groups:
+                    raise OptimizerError(f"parameter {names[id(param)]} is in two optimizer groups; keep it in one")
+                groups[id(param)] = number
+            number += 1
+    if optimizers and not any(p.requires_grad for p in module.parameters()):
+        raise ModelError("the model has no trainable parameter: every requires_grad is False. Unfreeze at least one.")
+    return first, groups
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    scheduler: Any = None,
+    loader: Any = None,
+) -> tuple[Engine, Optimizer, Any, Any]:
+    """The loop of DeepSpeed users without Lightning: ``engine, optimizer, loader, scheduler``.
+
+    ``config`` is a :class:`Config`, a mapping, or the path of a YAML or JSON file. Without ``optimizer`` the ``optim``
+    section builds one; without ``scheduler`` the ``schedule`` section does.
+    """
+    from zeroexp.config import load
+    from zeroexp.optim import build, schedule
+
+    settings = config if isinstance(config, Config) else load(config or {})
+    chosen = optimizer or build(settings.optim, model.named_parameters())
+    engine = Engine(model, chosen, settings)
+    if scheduler is None:
+        scheduler = schedule(settings.schedule, chosen, settings.trainer.max_steps)
+    return engine, chosen, loader, scheduler

@@ -1,0 +1,192 @@
+"""Guards around a module whose parameters may be elsewhere: reading, copying, pickling, moving, saving and loading it.
+
+Everything here is either right (it gathers first) or refused with the way to do it; nothing hands out NaN or an empty
+tensor. Guards do not survive a copy: a copied module is a plain one with whole parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zeroexp.errors import ModelError
+
+
+class Owner(Protocol):
+    """Whoever can make a parameter whole. ``transferable`` owners hand it over to an engine, others refuse."""
+
+    transferable: bool
+
+    def touch(self) -> None:
+        """Somebody reads the parameter as an attribute of its module."""
+
+    def whole(self, *, edit: bool) -> AbstractContextManager[None]:
+        """The parameter is whole inside; with ``edit`` what is written stays. Every rank must take part."""
+
+
+class GuardedParameters(dict[str, Any]):
+    """``module._parameters`` of a guarded module: an attribute read tells the owner first."""
+
+    def __init__(
+        self, plain: Mapping[str, Any], owners: Mapping[str, Owner], guards: Guards
+    ) -> None:
+        super().__init__(plain)
+        self.owners = dict(owners)
+        self.guards = guards
+
+    def __getitem__(self, name: str) -> Any:
+        owner = self.owners.get(name)
+        if owner is not None:
+            owner.touch()
+        return super().__getitem__(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self.owners and value is not super().__getitem__(name):
+            raise ModelError(
+                f"parameter {name} is managed by a zeroexp engine and cannot be replaced; write into it inside "
+                "zeroexp.gathered(parameter, modify_rank=0), or build the engine after the change."
+            )
+        super().__setitem__(name, value)
+
+    def _plain_copy(self, memo: dict[int, Any] | None = None) -> dict[str, Any]:
+        with whole(self.owners.values()):
+            return copy.deepcopy(dict(self.items()), memo)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return self._plain_copy(memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (self._plain_copy(),)
+
+
+@contextmanager
+def whole(owners: Any, *, edit: bool = False) -> Iterator[None]:
+    """All of ``owners`` whole at once; each only once."""
+    with ExitStack() as stack:
+        for owner in {id(o): o for o in owners}.values():
+            stack.enter_context(owner.whole(edit=edit))
+        yield
+
+
+class ModuleHook:
+    """A hook that stays behind when its module is copied or pickled."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return no_hook
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (_THIS_MODULE, "no_hook")
+
+
+def no_hook(*args: Any, **kwargs: Any) -> None:
+    """What a copied module has in the place of a :class:`ModuleHook`."""
+
+
+class _ThisModule:
+    """Pickles as an import of this module."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        import importlib
+
+        return importlib.import_module, (__name__,)
+
+
+_THIS_MODULE = _ThisModule()
+
+
+class _GuardedApply:
+    """Stands in for ``module._apply``: parameters cannot change dtype or device any more, buffers can."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        module = self._module
+        if recurse:
+            for child in module.children():
+                child._apply(fn)
+        for param in dict.values(module._parameters):
+            if param is not None:
+                probe = torch.zeros(1, dtype=param.dtype, device=param.device)
+                result = fn(probe)
+                if result.dtype != probe.dtype or result.device != probe.device:
+                    raise ModelError(
+                        f"the module's parameters are managed by a zeroexp engine ({probe.dtype} on {probe.device}) and "
+                        f"cannot be moved to {result.dtype} on {result.device}. Set precision and device in the "
+                        "configuration, or call engine.close() first."
+                    )
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = fn(buffer)
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = memo.get(id(self._module))
+        return MethodType(type(self._module)._apply, twin) if twin is not None else no_hook
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MethodType, (type(self._module)._apply, self._module)
+
+
+class Guards:
+    """Installs and removes the guards of one engine (or of a sharded build)."""
+
+    def __init__(self) -> None:
+        self._modules: list[nn.Module] = []
+        self._handles: list[RemovableHandle] = []
+
+    def install(self, module: nn.Module, owners: Mapping[str, Owner]) -> None:
+        """Guard the direct parameters of ``module`` named in ``owners``."""
+        module.__dict__["_parameters"] = GuardedParameters(module._parameters, owners, self)
+        module.__dict__["_apply"] = _GuardedApply(module)
+        self._modules.append(module)
+        everyone = list(owners.values())
+        stack = ExitStack()
+
+        def clone_entries(
+            mod: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
+        ) -> None:
+            with whole(everyone):
+                for name in owners:
+                    key = prefix + name
+                    if key in state:
+                        value = dict.__getitem__(mod._parameters, name)
+                        state[key] = value.detach().clone()
+
+        def open_for_load(*_: Any) -> None:
+            stack.enter_context(whole(everyone, edit=True))
+
+        def close_after_load(*_: Any) -> None:
+            stack.close()
+
+        self._handles += [
+            module._register_state_dict_hook(ModuleHook(clone_entries)),
+            module.register_load_state_dict_pre_hook(ModuleHook(open_for_load)),
+            module.register_load_state_dict_post_hook(ModuleHook(close_after_load)),
+        ]
+
+    def keep(self, *handles: RemovableHandle) -> None:
+        """Remove ``handles`` together with the guards."""
+        self._handles += handles
+
+    def remove(self) -> None:
+        """Make the modules plain again."""
+        for handle in self._handles:
+            handle.remove()
+        for module in self._modules:
+            module.__dict__["_parameters"] = dict(module._parameters.items())
+            module.__dict__.pop("_apply", None)
+        self._handles, self._modules = [], []

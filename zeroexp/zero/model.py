@@ -1,0 +1,193 @@
+"""A module and its sharded state: which parameter is where, by name."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from zeroexp.errors import ModelError, RankMismatch
+from zeroexp.layout import Layout, ParamSpec, make_layout
+from zeroexp.zero.access import GuardedParameters, Guards, Owner, whole
+from zeroexp.zero.segment import SegmentState, Surroundings
+from zeroexp.zero.unit import Life, UnitState
+
+
+class ShardedModel:
+    """Cuts ``module`` into units and takes its parameters over, in place; names and objects stay.
+
+    ``groups`` maps ``id(parameter)`` to its optimizer group; parameters in no group are never stepped. Every rank must
+    build the same model; rank 0's values win. Raises :class:`RankMismatch` when the ranks' models differ,
+    :class:`ModelError` for parameters that hold no data.
+    """
+
+    def __init__(
+        self, module: nn.Module, groups: Mapping[int, int], around: Surroundings, *, cut: str
+    ) -> None:
+        self.module = module
+        self.around = around
+        self.params: dict[str, nn.Parameter] = {}
+        """First name to parameter."""
+        self._former, guards = self._former_owners()
+        self.specs = self._collect(groups)
+        self._agree()
+        self.layout: Layout = make_layout(
+            self.specs, cut=cut, shards=around.world.gather.size
+        )
+        self.units: list[UnitState] = []
+        self.place: dict[int, tuple[UnitState, SegmentState, int]] = {}
+        """``id(parameter)`` to unit, segment and slot."""
+        self._take_over()
+        for guard in guards:
+            guard.remove()
+        self._former = {}
+
+    def _former_owners(self) -> tuple[dict[int, list[Owner]], list[Guards]]:
+        """Who holds parameters of the module already, by ``id(parameter)``."""
+        owners: dict[int, list[Owner]] = {}
+        guards: dict[int, Guards] = {}
+        for path, module in self.module.named_modules():
+            table = module._parameters
+            if isinstance(table, GuardedParameters):
+                guards[id(table.guards)] = table.guards
+                for name, owner in table.owners.items():
+                    if not owner.transferable:
+                        raise ModelError(
+                            f"parameter {name} of {path or 'the root module'} belongs to another zeroexp engine already. "
+                            "Use that engine, or call its close() before building a second one."
+                        )
+                    owners.setdefault(id(dict.__getitem__(table, name)), []).append(owner)
+        return owners, list(guards.values())
+
+    def _collect(self, groups: Mapping[int, int]) -> list[ParamSpec]:
+        names: dict[int, list[str]] = {}
+        for name, param in self.module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(param), []).append(name)
+            if len(names[id(param)]) == 1:
+                self.params[name] = param
+        specs = []
+        for name, param in self.params.items():
+            if param.is_meta:
+                raise ModelError(
+                    f"parameter {name} is on the meta device: it has no values. Build the model inside "
+                    "zeroexp.sharded_init(config), which needs no more memory."
+                )
+            group = groups.get(id(param), -1)
+            specs.append(
+                ParamSpec(
+                    name,
+                    tuple(param.shape),
+                    str(self.around.policy.storage_dtype(param.dtype)).removeprefix("torch."),
+                    trainable=param.requires_grad and group >= 0,
+                    aliases=tuple(names[id(param)][1:]),
+                    group=group,
+                )
+            )
+        return specs
+
+    def _agree(self) -> None:
+        """Compare the ranks' models, parameter by parameter, before anything is sent."""
+        control = self.around.world.control
+        sums = [zlib.crc32(repr(s).encode()) for s in self.specs]
+        count = control.exchange(torch.tensor([len(sums)]), "comparison of the ranks' models")
+        if len(set(count.flatten().tolist())) > 1:
+            raise RankMismatch(
+                "the ranks built different models: number of parameters by rank "
+                f"{count.flatten().tolist()}. Build the same model on every rank."
+            )
+        if not sums:
+            return
+        rows = control.exchange(torch.tensor(sums), "comparison of the ranks' models")
+        differs = (rows != rows[0]).any(dim=0).nonzero().flatten().tolist()
+        if differs:
+            spec = self.specs[differs[0]]
+            raise RankMismatch(
+                f"the ranks built different models: parameter {spec.name} (here: shape {spec.shape}, {spec.dtype}, "
+                f"trainable {spec.trainable}) is not the same on every rank."
+            )
+
+    def _take_over(self) -> None:
+        tag = 0
+        for unit in self.layout.units:
+            segments = []
+            for spec in unit.segments:
+                tag += 1
+                params = [self.params[s.spec.name] for s in spec.slots]
+                segment = SegmentState(spec, params, self.around, tag)
+                segment.take_over(self._flat_values(segment))
+                segments.append(segment)
+            module = self.module.get_submodule(unit.name)
+            state = UnitState(unit.name, module, segments, self.around.world.rank)
+            self.units.append(state)
+            for segment in segments:
+                for slot, param in enumerate(segment.params):
+                    self.place[id(param)] = (state, segment, slot)
+
+    def _flat_values(self, segment: SegmentState) -> Tensor:
+        """The segment as the user built it, the same on every rank."""
+        dtype = segment.params[0].dtype
+        for param in segment.params[1:]:
+            dtype = torch.promote_types(dtype, param.dtype)
+        flat = torch.zeros(segment.spec.size, dtype=dtype, device=self.around.device)
+        owners = [o for p in segment.params for o in self._former.get(id(p), ())]
+        with whole(owners), torch.no_grad():
+            for slot, param in zip(segment.spec.slots, segment.params, strict=True):
+                flat[slot.offset : slot.stop].copy_(param.detach().reshape(-1))
+        if not owners:  # a sharded build is one model already
+            self.around.world.control.broadcast(
+                flat, source=0, tag=segment.tag, what="first broadcast of the parameters"
+            ).wait()
+        return flat
+
+    # -- look-up -------------------------------------------------------------------------------------------------
+
+    @property
+    def segments(self) -> list[SegmentState]:
+        return [s for u in self.units for s in u.segments]
+
+    @property
+    def trainable_segments(self) -> list[SegmentState]:
+        return [s for s in self.segments if s.spec.trainable]
+
+    def names_of(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """All names, tied ones included, with their parameter."""
+        yield from module.named_parameters(remove_duplicate=False)
+
+    def master_whole(self, segment: SegmentState) -> Tensor:
+        """The segment's values ``[size]`` as the optimizer sees them, on every rank (collective)."""
+        if not segment.has_master_copy and not segment.sharded:
+            return segment.full
+        mine = segment.master if segment.has_master_copy else segment.shard
+        if mine.numel() == segment.spec.size:
+            return mine
+        out = torch.empty(segment.spec.size, dtype=mine.dtype, device=mine.device)
+        self.around.world.gather.all_gather(
+            out, mine, tag=segment.tag, what="all-gather of whole parameters"
+        ).wait()
+        return out
+
+    @contextmanager
+    def whole_units(self, units: Sequence[UnitState], *, edit: bool = False) -> Iterator[None]:
+        """``units`` are whole inside; with ``edit`` what was written is kept."""
+        opened = []
+        for unit in units:
+            if unit.life is Life.SHARDED:
+                unit.gather()
+                opened.append(unit)
+            unit.wait()
+            unit.pins += 1
+        try:
+            yield
+            if edit:
+                for unit in units:
+                    for segment in unit.segments:
+                        segment.write_back()
+        finally:
+            for unit in units:
+                unit.pins -= 1
+            for unit in opened:
+                if unit.pins == 0:
+                    unit.release()

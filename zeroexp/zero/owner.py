@@ -1,0 +1,43 @@
+"""The engine as owner of its units' parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+from zeroexp.zero.model import ShardedModel
+from zeroexp.zero.residency import Residency
+from zeroexp.zero.unit import Life, UnitState
+
+
+class EngineOwner:
+    """See :class:`zeroexp.zero.access.Owner`."""
+
+    transferable = False
+
+    def __init__(self, unit: UnitState, model: ShardedModel, residency: Residency) -> None:
+        self._unit = unit
+        self._model = model
+        self._residency = residency
+        self._open: list[AbstractContextManager[None]] = []
+
+    def touch(self) -> None:
+        if self._unit.life is not Life.WHOLE:
+            self._residency.visit(self._unit)
+
+    @contextmanager
+    def whole(self, *, edit: bool) -> Iterator[None]:
+        with self._model.whole_units([self._unit], edit=edit):
+            yield
+
+    def open(self, *_: Any) -> None:
+        """Before ``state_dict`` of the unit's module: gather once for all its submodules."""
+        stack = ExitStack()
+        stack.enter_context(self.whole(edit=False))
+        self._open.append(stack)
+
+    def shut(self, *_: Any) -> None:
+        """After it."""
+        if self._open:
+            self._open.pop().__exit__(None, None, None)

@@ -1,0 +1,94 @@
+"""Brings gradients to their owners, overlapped with the backward that produces them.
+
+Reductions start in one fixed order of units on every rank. A unit whose turn has not come waits; what is left is reduced
+at the end of backward. At most two reductions are in flight, which bounds the memory they need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeroexp.zero.order import UseOrder
+from zeroexp.zero.unit import Flow, UnitState
+
+IN_FLIGHT = 2
+"""Units in reduction at a time."""
+
+
+class Reducer:
+    """The gradient side of one engine."""
+
+    def __init__(self, units: Sequence[UnitState], *, overlap: bool) -> None:
+        self.order = UseOrder(units)
+        self._units = list(units)
+        self._overlap = overlap
+        self._ready: set[int] = set()
+        self._turn = 0
+        self._queue: list[UnitState] = []
+        self._flying: list[UnitState] = []
+        self.reducing = False
+        """Whether gradients of the running backward are reduced in it."""
+
+    def begin(self, *, reduce: bool, divisor: float, divide_on_arrival: bool) -> None:
+        """A backward begins."""
+        self.reducing = reduce
+        self._ready = set()
+        self._turn = 0
+        self._queue = [u for u in self.order.units if u.trains]
+        self.order.start_trace()
+        for unit in self._units:
+            unit.begin_backward(divisor, divide_on_arrival)
+
+    def ready(self, unit: UnitState) -> None:
+        """All gradients of ``unit`` have arrived, or none will on this rank."""
+        if id(unit) in self._ready:
+            return
+        self._ready.add(id(unit))
+        self.order.record(unit)
+        if self.reducing and self._overlap:
+            self._advance()
+
+    def _advance(self) -> None:
+        while self._turn < len(self._queue) and id(self._queue[self._turn]) in self._ready:
+            self._launch(self._queue[self._turn])
+            self._turn += 1
+
+    def _launch(self, unit: UnitState) -> None:
+        while len(self._flying) >= IN_FLIGHT:
+            self._flying.pop(0).finish_reduction()
+        unit.reduce()
+        self._flying.append(unit)
+
+    def end(self) -> None:
+        """The backward is over: reduce what is left and wait for all of it."""
+        if self.reducing:
+            for unit in self._queue[self._turn :]:
+                self._launch(unit)
+            self._turn = len(self._queue)
+        self.drain()
+        self.reducing = False
+
+    def settle(self, unit: UnitState) -> None:
+        """Finish the reduction of ``unit`` if one is in flight: another gradient arrives for it."""
+        while unit in self._flying:
+            self._flying.pop(0).finish_reduction()
+
+    def drain(self) -> None:
+        while self._flying:
+            self._flying.pop(0).finish_reduction()
+
+    def flush(self, units: Sequence[UnitState]) -> None:
+        """Reduce ``units`` now, in the fixed order; the same units on every rank."""
+        wanted = {id(u) for u in units}
+        for unit in self.order.units:
+            if id(unit) in wanted:
+                self._launch(unit)
+        self.drain()
+
+    def abandon(self) -> None:
+        """A backward raised: what is in flight is finished, what was not reduced is dropped."""
+        self.reducing = False
+        self.drain()
+        for unit in self._units:
+            if unit.flow is not Flow.REDUCING:
+                unit.clear_gradients()

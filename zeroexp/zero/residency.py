@@ -1,0 +1,185 @@
+"""Which units are whole, and when: gathers on demand and ahead of demand, releases after use.
+
+A *pass* is one traversal of the model, forward or backward. Within a pass every rank gathers every unit once, in one
+order, so that the collectives match although ranks may skip different modules: who skips a unit takes part in its gather
+and drops it. A unit that is needed again in the same pass (used twice, recomputed after its release) is gathered once
+more, which all ranks then must do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+import torch
+
+from zeroexp.zero.order import UseOrder, backward_order
+from zeroexp.zero.unit import Life, UnitState
+
+
+class Direction(Enum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Residency:
+    """Gathers and releases the units of one engine.
+
+    ``keeps`` says whether a unit stays whole between its forward and its backward (``zero.reshard_after_forward``).
+    """
+
+    def __init__(
+        self, units: Sequence[UnitState], *, prefetch: int, keeps: Callable[[UnitState], bool]
+    ) -> None:
+        sharded = [u for u in units if u.sharded]
+        self.orders = {
+            Direction.FORWARD: UseOrder(sharded),
+            Direction.BACKWARD: UseOrder(backward_order(sharded)),
+        }
+        self._units = sharded
+        self._prefetch = prefetch
+        self._keeps = keeps
+        self._direction: Direction | None = None
+        self._issued: set[int] = set()
+        self._ahead: list[UnitState] = []
+        self._used: set[int] = set()
+        self._visitors: list[UnitState] = []
+        self._held: list[UnitState] = []
+        self._depth = 0
+        self.calls = 0
+        """Forward passes so far; part of the message when ranks lose each other."""
+
+    @property
+    def active(self) -> bool:
+        """Whether a pass may gather at any moment (inside a scope or a backward)."""
+        return self._depth > 0 or self._direction is not None
+
+    @property
+    def direction(self) -> Direction | None:
+        return self._direction
+
+    # -- passes --------------------------------------------------------------------------------------------------
+
+    def enter_scope(self) -> None:
+        """Code that uses the model begins; scopes nest."""
+        self._depth += 1
+
+    def exit_scope(self, failed: bool = False) -> None:
+        """The outermost scope ends the forward pass. After an exception the ranks no longer agree, so nothing more
+        is gathered."""
+        self._depth -= 1
+        if self._depth == 0 and self._direction is Direction.FORWARD:
+            self.end_pass(failed)
+
+    def begin_pass(self, direction: Direction) -> None:
+        if self._direction is not None:
+            self.end_pass()
+        self._direction = direction
+        self._issued = {id(u) for u in self._units if u.life is not Life.SHARDED}
+        self._used = set()
+        self._ahead = []
+        self.orders[direction].start_trace()
+        if direction is Direction.FORWARD:
+            self.calls += 1
+
+    def end_pass(self, failed: bool = False) -> None:
+        """Take part in what this rank did not need, and release what need not stay."""
+        direction, self._direction = self._direction, None
+        if direction is None or not self._units:
+            return
+        if not failed:
+            for unit in self.orders[direction].units:
+                if id(unit) not in self._issued:
+                    unit.gather()
+                    unit.release()
+        keeping = direction is Direction.FORWARD and torch.is_grad_enabled() and not failed
+        for unit in self._units:
+            stays = keeping and (self._keeps(unit) or unit in self._visitors)
+            if not stays and unit.pins == 0:
+                unit.release()
+            if direction is Direction.BACKWARD:
+                unit.outstanding = 0
+        self._visitors = self._visitors if keeping else []
+
+    # -- units ---------------------------------------------------------------------------------------------------
+
+    def need(self, unit: UnitState) -> None:
+        """Return when ``unit`` is whole, and start to gather those that follow."""
+        if not unit.sharded:
+            return
+        if self._direction is None:
+            if self._depth == 0:  # a module called on its own, outside any scope
+                self._gather_now(unit)
+                return
+            self.begin_pass(Direction.FORWARD)
+        assert self._direction is not None
+        order = self.orders[self._direction]
+        at = order.position[id(unit)]
+        if id(unit) not in self._used:
+            self._used.add(id(unit))
+            order.record(unit)
+            self._catch_up(order, at)
+        self._gather_now(unit)
+        self._look_ahead(order, at)
+
+    def _gather_now(self, unit: UnitState) -> None:
+        if unit.life is Life.SHARDED:
+            unit.gather()
+        self._issued.add(id(unit))
+        unit.wait()
+
+    def _catch_up(self, order: UseOrder, at: int) -> None:
+        """Gather with the others what this rank skips on its way to position ``at``, and drop it."""
+        skipped = [u for u in order.units[:at] if id(u) not in self._issued]
+        for unit in skipped:
+            unit.gather()
+            self._issued.add(id(unit))
+            unit.release()
+        if self._ahead:
+            unused = [u for u in self._ahead if order.position[id(u)] < at and id(u) not in self._used]
+            for unit in unused:
+                unit.release()
+            self._ahead = [u for u in self._ahead if id(u) not in self._used and u not in unused]
+
+    def _look_ahead(self, order: UseOrder, at: int) -> None:
+        for unit in order.units[at + 1 : at + 1 + self._prefetch]:
+            if id(unit) not in self._issued:
+                unit.gather()
+                self._issued.add(id(unit))
+                self._ahead.append(unit)
+
+    def visit(self, unit: UnitState) -> None:
+        """A parameter is read outside its unit's own module: keep the unit whole until the backward is over."""
+        if unit.life is Life.WHOLE or not self.active:
+            return
+        self.need(unit)
+        self._visitors.append(unit)
+
+    def hold(self, unit: UnitState) -> None:
+        """Keep ``unit`` whole until the next step: a graph was made of its backward."""
+        if unit.pins == 0:
+            unit.pins += 1
+            self._held.append(unit)
+
+    def leave(self, unit: UnitState) -> None:
+        """The forward of ``unit``'s module is over."""
+        if self._direction is Direction.BACKWARD or unit.pins or unit in self._visitors:
+            return  # recomputation: its backward follows at once
+        if self._direction is None or not (torch.is_grad_enabled() and self._keeps(unit)):
+            unit.release()
+
+    def retire(self, unit: UnitState) -> None:
+        """The backward of ``unit``'s module is over."""
+        if unit.pins == 0 and unit not in self._visitors:
+            unit.release()
+
+    def release_all(self) -> None:
+        """Release every unit that nobody pins: after a step, the gathered values are old."""
+        self._direction = None
+        self._visitors = []
+        for unit in self._held:
+            unit.pins -= 1
+        self._held = []
+        for unit in self._units:
+            if unit.pins == 0:
+                unit.release()

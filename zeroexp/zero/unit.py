@@ -1,0 +1,149 @@
+"""One unit at run time: a small state machine over its segments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from enum import Enum
+
+from torch import Tensor, nn
+
+from zeroexp.comm import Pending
+from zeroexp.errors import ModelError
+from zeroexp.zero.segment import SegmentState
+
+
+class Life(Enum):
+    """Where a unit's parameters are."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    WHOLE = "whole"
+
+
+class Flow(Enum):
+    """Where a unit's gradients are."""
+
+    ACCUMULATING = "accumulating"
+    REDUCING = "reducing"
+    OWNED = "owned"
+
+
+class UnitState:
+    """Gathers, releases and reduces all segments of one unit together."""
+
+    def __init__(self, name: str, module: nn.Module, segments: list[SegmentState], rank: int) -> None:
+        self.name = name
+        self.module = module
+        self.segments = segments
+        self.rank = rank
+        self.flow = Flow.ACCUMULATING
+        self.pins = 0
+        """While positive the unit stays whole: somebody outside its own module uses it."""
+        self.outstanding = 0
+        """Forward calls whose backward has not finished."""
+        self._expected = 0
+        self._seen: set[tuple[int, int]] = set()
+        self._pending: list[Pending] = []
+        self._finish: list[Callable[[], None]] = []
+        self._sharded = [s for s in segments if s.sharded]
+        self._trainable = [s for s in segments if s.spec.trainable]
+        self.life = Life.SHARDED if self._sharded else Life.WHOLE
+
+    @property
+    def label(self) -> str:
+        return self.name or "root"
+
+    @property
+    def sharded(self) -> bool:
+        """Whether this unit has anything to gather."""
+        return bool(self._sharded)
+
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter wants a gradient at this moment."""
+        return any(p.requires_grad for s in self._trainable for p in s.params)
+
+    @property
+    def trainable_segments(self) -> list[SegmentState]:
+        return self._trainable
+
+    def _expect(self, *allowed: Enum, of: Enum, action: str) -> None:
+        if of not in allowed:
+            raise ModelError(
+                f"unit {self.label} on rank {self.rank} cannot {action} while it is {of.value}; "
+                f"expected {' or '.join(str(a.value) for a in allowed)}"
+            )
+
+    # -- parameters ----------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Start to make the parameters whole."""
+        self._expect(Life.SHARDED, of=self.life, action="start a gather")
+        self._pending = [s.gather() for s in self._sharded]
+        self.life = Life.GATHERING
+
+    def wait(self) -> None:
+        """Return when the parameters are whole."""
+        if self.life is Life.WHOLE:
+            return
+        self._expect(Life.GATHERING, of=self.life, action="finish a gather")
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+        for segment in self._sharded:
+            segment.show_whole()
+        self.life = Life.WHOLE
+
+    def release(self) -> None:
+        """Free the whole parameters; the shards stay."""
+        if not self._sharded or self.life is Life.SHARDED:
+            return
+        self.wait()
+        for segment in self._sharded:
+            segment.release()
+        self.life = Life.SHARDED
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def begin_backward(self, divisor: float, divide_on_arrival: bool) -> None:
+        """A backward begins: count its gradients from zero."""
+        self._expected = sum(p.requires_grad for s in self._trainable for p in s.params)
+        self._seen = set()
+        for segment in self._trainable:
+            segment.begin_window(divisor, divide_on_arrival)
+
+    def accept(self, segment: SegmentState, slot: int, grad: Tensor) -> None:
+        """A gradient arrived."""
+        segment.accept(slot, grad)
+        self._seen.add((segment.tag, slot))
+
+    @property
+    def complete(self) -> bool:
+        """Whether every parameter that wants a gradient got one in this backward."""
+        return len(self._seen) >= self._expected
+
+    def reduce(self) -> None:
+        """Start to bring the gradients to their owners."""
+        self._expect(Flow.ACCUMULATING, Flow.OWNED, of=self.flow, action="start a reduction")
+        self._finish = [s.reduce() for s in self._trainable]
+        self.flow = Flow.REDUCING
+
+    def finish_reduction(self) -> None:
+        self._expect(Flow.REDUCING, of=self.flow, action="finish a reduction")
+        for finish in self._finish:
+            finish()
+        self._finish = []
+        self.flow = Flow.OWNED
+
+    @property
+    def pending_window(self) -> bool:
+        """Whether gradients of this rank wait for a reduction."""
+        return any(s.pending_window for s in self._trainable)
+
+    def clear_gradients(self, tags: Container[int] | None = None) -> None:
+        """Forget the gradients of the segments in ``tags`` (of all)."""
+        for segment in self._trainable:
+            if tags is None or segment.tag in tags:
+                segment.clear_gradients()
+        if not any(s.has_owned for s in self._trainable):
+            self.flow = Flow.ACCUMULATING
