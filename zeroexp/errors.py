@@ -40,9 +40,11 @@ class ConfigError(ZeroexpError):
         self.problems = tuple(problems)
         count = len(self.problems)
         width = max((len(p.key) for p in self.problems), default=0)
+        # Fixes stand in a column of their own; a long problem pushes only its own fix to the right.
+        column = max((len(p.problem) for p in self.problems if len(p.problem) <= 48), default=0)
         lines = [f"{count} problem{'s' if count != 1 else ''} in the configuration"]
         for p in self.problems:
-            lines.append(f"  {p.key:<{width}}  {p.problem}  {p.fix}".rstrip())
+            lines.append(f"  {p.key:<{width}}  {p.problem:<{column}}  {p.fix}".rstrip())
         super().__init__("\n".join(lines))
 
 
