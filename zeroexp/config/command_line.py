@@ -92,7 +92,7 @@ def parse(argv: Sequence[str], groups: Groups) -> CommandLine:
         try:
             override = groups.parse(word)
         except HydraException as error:
-            line.problems.append(_not_an_override(word, error))
+            line.problems.append(not_an_override(word, error))
             continue
         line.overrides.append(word)
         if override.is_sweep_override():
@@ -117,7 +117,8 @@ def _without_echoes(problems: list[Problem]) -> list[Problem]:
     return [p for p in problems if not (refused and p.key.startswith(refused))]
 
 
-def _not_an_override(word: str, error: HydraException) -> Problem:
+def not_an_override(word: str, error: HydraException) -> Problem:
+    """The problem of a word that Hydra's grammar does not take."""
     name = word.lstrip("+~").partition("=")[0]
     if "=" not in word:
         example = f"{name}=VALUE"

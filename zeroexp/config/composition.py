@@ -14,7 +14,7 @@ from zeroexp.config.build import assemble, coerced, flatten
 from zeroexp.config.command_line import CommandLine, parse
 from zeroexp.config.external_ranks import external_ranks
 from zeroexp.config.groups import GroupError, Groups, Selected
-from zeroexp.config.rules import broken
+from zeroexp.config.rules import COMMAND, START, broken
 from zeroexp.config.tree import KEYS, Config
 from zeroexp.errors import ConfigError, Problem
 
@@ -70,7 +70,7 @@ def compose(
     problems += _ignored(values, line)
     config = assemble(values, Config())
     ignore = frozenset(problem.key for problem in problems)
-    rules = broken(config, ignore=ignore, start=start)
+    rules = broken(config, ignore=ignore, scope=START if start else COMMAND)
     problems += [p for p in rules if not any(p.key == q.key for q in problems)]
     if problems:
         raise ConfigError(problems)

@@ -100,7 +100,8 @@ class Groups:
         Raises:
             HydraException: when it is none.
         """
-        return self._parser.parse_override(text)
+        # The plural: it hands the option files to glob(), parse_override() does not.
+        return self._parser.parse_overrides([text])[0]
 
     def names(self) -> list[str]:
         """Groups that can be chosen, Hydra's own and the schemas left out."""

@@ -96,14 +96,6 @@ class Config:
 
         return build(partial, base=self)
 
-    def for_ranks(self, devices: int, num_nodes: int = 1) -> Config:
-        """This configuration on other ranks, as they are counted by whoever started them.
-
-        Raises:
-            ConfigError: when batch or sharding do not come out on these ranks.
-        """
-        return self.updated({"trainer": {"devices": devices, "num_nodes": num_nodes}})
-
     # ----------------------------------------------------------------- read
     def to_dict(self) -> dict[str, Any]:
         """All keys as nested dicts, lists and scalars, ready for JSON or YAML."""
@@ -216,11 +208,16 @@ class Config:
 
     def _resolved_data(self) -> DataConfig:
         data = self.data
+        batch: int | None = self.batch_size
+        micro: int | None = self.micro_batch_size
+        if batch != self.micro_batch_size * self.data_ranks * self.trainer.accumulate_grad_batches:
+            # The default batch on ranks it does not fit, in a script that brings its own loader.
+            batch, micro = data.batch_size, data.micro_batch_size
         return replace(
             data,
             path=None if data.path is None else _absolute(data.path),
-            batch_size=self.batch_size,
-            micro_batch_size=self.micro_batch_size,
+            batch_size=batch,
+            micro_batch_size=micro,
             seed=self.trainer.seed if data.seed is None else data.seed,
         )
 

@@ -215,7 +215,7 @@ def wanted(key: Key) -> str:
             else meta.choices[0]
         )
     elif meta.unit == "bytes":
-        text = f"bytes as an integer or a string such as 64MiB{bounds(meta)}"
+        text = f"bytes{bounds(meta)}, an integer or a string such as 64MiB"
     elif int in types:
         text = f"an integer{bounds(meta)}"
     elif float in types:

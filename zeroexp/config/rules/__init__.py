@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from zeroexp.config.rules.model import MODEL_RULES
 from zeroexp.config.rules.precision import PRECISION_RULES
 from zeroexp.config.rules.ranks import RANK_RULES
-from zeroexp.config.rules.rule import Rule, differs
+from zeroexp.config.rules.rule import ALWAYS, COMMAND, START, Rule, differs
 from zeroexp.config.rules.run import RUN_RULES
 from zeroexp.config.rules.start import START_RULES
 from zeroexp.config.setting import Key
 from zeroexp.config.tree import KEYS, Config
 from zeroexp.errors import Problem
 
-__all__ = ["RULES", "Rule", "broken"]
+__all__ = ["ALWAYS", "COMMAND", "RULES", "START", "Rule", "broken"]
 
 
 def _does_nothing(key: Key) -> Rule:
@@ -41,19 +41,23 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+# Each scope holds what the one before it holds, and more.
+_SCOPES = (ALWAYS, COMMAND, START)
+
+
 def broken(
-    config: Config, *, ignore: frozenset[str] = frozenset(), start: bool = False
+    config: Config, *, ignore: frozenset[str] = frozenset(), scope: str = ALWAYS
 ) -> list[Problem]:
     """One problem for every broken rule, in the order of the table.
 
     ``ignore`` names keys, or sections, whose value is not to be trusted: rules that read them stay
-    silent. ``start`` adds the rules for a run that is about to start on this machine.
+    silent. ``scope`` is what the configuration is for: see :mod:`zeroexp.config.rules.rule`.
     """
     problems = []
     for rule in RULES:
-        if (rule.start and not start) or any(_within(path, ignore) for path in rule.reads):
-            continue
-        if rule.broken(config):
+        holds = _SCOPES.index(rule.scope) <= _SCOPES.index(scope)
+        trusted = not any(_within(path, ignore) for path in rule.reads)
+        if holds and trusted and rule.broken(config):
             problem = Problem(rule.key, rule.problem(config), _stop(rule.fix(config)))
             if problem not in problems:
                 problems.append(problem)

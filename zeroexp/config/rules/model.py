@@ -102,16 +102,6 @@ MODEL_RULES: tuple[Rule, ...] = (
         fix=lambda c: "Use model.positions=learned, or leave the key out",
     ),
     Rule(
-        key="model.vocab_size",
-        why="a byte is one of 256 tokens",
-        reads=("model.vocab_size", "data.kind", "model.kind"),
-        broken=lambda c: (
-            c.model.kind == "gpt" and c.data.kind in ("stdlib", "text") and c.model.vocab_size < 256
-        ),
-        problem=lambda c: f"{c.model.vocab_size} tokens cannot name 256 bytes.",
-        fix=lambda c: f"data={c.data.kind} is read as bytes; use model.vocab_size=256",
-    ),
-    Rule(
         key="model.target",
         why="model=external is your class",
         reads=("model.target", "model.kind"),
@@ -125,14 +115,10 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         key="recompute.kind",
-        why="only the blocks of the built-in gpt recompute by configuration",
+        why="only the blocks of the built-in models recompute by configuration",
         reads=("recompute.kind", "model.kind"),
-        broken=lambda c: c.recompute.kind != "none" and c.model.kind != "gpt",
-        problem=lambda c: f"{c.recompute.kind} has no blocks in model={c.model.kind}.",
-        fix=lambda c: (
-            "Use recompute=none"
-            if c.model.kind == "mlp"
-            else "Call torch.utils.checkpoint in your module, with recompute=none here"
-        ),
+        broken=lambda c: c.recompute.kind != "none" and c.model.kind == "external",
+        problem=lambda c: f"{c.recompute.kind} does nothing in a model of your own.",
+        fix=lambda c: "Call torch.utils.checkpoint in your module, with recompute=none here",
     ),
 )

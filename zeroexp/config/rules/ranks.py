@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroexp.config.rules.rule import Rule, divisors, ratio
+from zeroexp.config.rules.rule import ALWAYS, COMMAND, Rule, divisors, ratio
 from zeroexp.config.tree import DEFAULT_BATCH_SIZE, Config
 from zeroexp.config.value import show
 
@@ -44,6 +44,24 @@ def _batch_problem(c: Config) -> str:
     return f"{given} is not divisible by {c.data_ranks} data ranks."
 
 
+def _whole_micro_batch(given: bool) -> Rule:
+    """A batch size that was written down must come out anywhere; the default one only where a
+    command line makes the batches from it."""
+    return Rule(
+        key="data.batch_size",
+        why="batch_size / (data ranks x accumulate_grad_batches) is a whole number",
+        reads=_BATCH,
+        broken=lambda c: (
+            (c.data.batch_size is not None) is given
+            and c.data.micro_batch_size is None
+            and c.batch_size % _parts(c) != 0
+        ),
+        problem=_batch_problem,
+        fix=_whole_batches,
+        scope=ALWAYS if given else COMMAND,
+    )
+
+
 RANK_RULES: tuple[Rule, ...] = (
     Rule(
         key="data.batch_size",
@@ -64,14 +82,8 @@ RANK_RULES: tuple[Rule, ...] = (
             "leave data.batch_size or data.micro_batch_size out"
         ),
     ),
-    Rule(
-        key="data.batch_size",
-        why="batch_size / (data ranks x accumulate_grad_batches) is a whole number",
-        reads=_BATCH,
-        broken=lambda c: c.data.micro_batch_size is None and c.batch_size % _parts(c) != 0,
-        problem=_batch_problem,
-        fix=_whole_batches,
-    ),
+    _whole_micro_batch(given=True),
+    _whole_micro_batch(given=False),
     Rule(
         key="zero.shard_size",
         why="only stage 3 shards parameters in groups smaller than all data ranks",

@@ -7,6 +7,12 @@ from dataclasses import dataclass
 
 from zeroexp.config.tree import KEYS, Config
 
+# When a rule holds: for every configuration, for one from a command line (where the defaults of all
+# sections count, also those an engine in a script of its own never reads), or for a run that is
+# about
+# to start on this machine.
+ALWAYS, COMMAND, START = "always", "command", "start"
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -15,8 +21,7 @@ class Rule:
     ``key`` is reported, ``why`` is the reason in general (it stands in the key reference),
     ``reads`` are the keys the predicate looks at, ``broken`` says whether a configuration breaks
     the rule, ``problem`` and ``fix`` make the two sentences of the report with the numbers in them.
-    ``start`` marks rules about this machine, its files and its ranks: they hold for a run that
-    starts here, not for a plan.
+    ``scope`` says when the rule holds.
     """
 
     key: str
@@ -25,7 +30,7 @@ class Rule:
     broken: Callable[[Config], bool]
     problem: Callable[[Config], str]
     fix: Callable[[Config], str]
-    start: bool = False
+    scope: str = ALWAYS
 
 
 def divisors(n: int) -> str:

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 from zeroexp.config import hardware
-from zeroexp.config.rules.rule import Rule
+from zeroexp.config.rules.rule import START, Rule
 from zeroexp.config.tree import Config
 
 # Logger to the packages of which one must be installed, and what installs it.
@@ -52,7 +52,7 @@ def _logger_installed(kind: str) -> Rule:
         broken=lambda c: kind in c.logger.kinds and not _installed(kind),
         problem=lambda c: f"{kind} is not installed.",
         fix=lambda c: f"pip install {_LOGGER_PACKAGES[kind][1]}",
-        start=True,
+        scope=START,
     )
 
 
@@ -66,7 +66,7 @@ START_RULES: tuple[Rule, ...] = (
         fix=lambda c: (
             f"Looked at {Path(c.data.path or '').expanduser().absolute()} from {Path.cwd()}"
         ),
-        start=True,
+        scope=START,
     ),
     Rule(
         key="checkpoint.resume",
@@ -78,7 +78,7 @@ START_RULES: tuple[Rule, ...] = (
             f"Looked at {Path(str(c.checkpoint.resume)).expanduser().absolute()} from "
             f"{Path.cwd()}; give a checkpoint, a run directory, or auto"
         ),
-        start=True,
+        scope=START,
     ),
     Rule(
         key="trainer.accelerator",
@@ -87,7 +87,7 @@ START_RULES: tuple[Rule, ...] = (
         broken=lambda c: c.trainer.accelerator == "gpu" and not hardware.has_gpu(),
         problem=lambda c: "gpu: no NVIDIA device is visible.",
         fix=lambda c: "Use trainer.accelerator=cpu, or look at nvidia-smi and CUDA_VISIBLE_DEVICES",
-        start=True,
+        scope=START,
     ),
     Rule(
         key="trainer.num_nodes",
@@ -98,7 +98,7 @@ START_RULES: tuple[Rule, ...] = (
         fix=lambda c: (
             f"Start torchrun --nnodes {c.trainer.num_nodes} on every node, with launch=external"
         ),
-        start=True,
+        scope=START,
     ),
     *(_logger_installed(kind) for kind in _LOGGER_PACKAGES),
 )
