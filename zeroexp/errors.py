@@ -1,7 +1,7 @@
 """Every error a user of zeroexp can meet, with the text they read.
 
-Each error is one message that says what is wrong and how to mend it. :class:`ConfigError` collects all problems of a
-configuration at once; the others belong to a run that has started.
+Each error is one message that says what is wrong and how to mend it. :class:`ConfigError` collects
+all problems of a configuration at once; the others belong to a run that has started.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class ZeroexpError(Exception):
 class Problem:
     """One thing wrong with a configuration.
 
-    ``key`` is the dotted key (``zero.stage``), ``problem`` what is wrong with it, ``fix`` what to write instead.
+    ``key`` is the dotted key (``zero.stage``), ``problem`` what is wrong with it, ``fix`` what to
+    write instead.
     """
 
     key: str
@@ -65,7 +66,9 @@ class CollectiveTimeout(ZeroexpError):
 
 
 class NonFiniteError(ZeroexpError):
-    """A gradient or loss is not finite and ``precision.nonfinite`` is ``stop`` (run status ``nan``)."""
+    """A gradient or loss is not finite and ``precision.nonfinite`` is ``stop`` (run status
+    ``nan``).
+    """
 
 
 class CheckpointError(ZeroexpError):
