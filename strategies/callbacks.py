@@ -1,0 +1,108 @@
+"""Lightning's own callbacks that read or write whole parameters.
+
+Between uses a sharded parameter is a placeholder, so a callback that averages or copies parameters
+needs them whole. The two weight averaging callbacks get them whole for the duration of their
+hooks; pruning, which replaces parameters, is refused. Each refusal names the callback and what to
+do instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from zeroexp.errors import ModelError
+from zeroexp.strategies.compat import Namespace
+
+# Hooks that touch the module's parameters.
+_SWA_HOOKS = ("on_train_epoch_start", "on_train_end")
+_AVERAGING_HOOKS = ("on_train_end", "on_validation_epoch_start", "on_validation_epoch_end")
+
+
+def refuse_unsupported(trainer: Any, ns: Namespace) -> None:
+    """Raise :class:`ModelError` for a callback that cannot work on sharded parameters."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, ns.ModelPruning):
+            raise ModelError(
+                f"{type(callback).__name__} replaces parameters of the model, which ZeroStrategy"
+                " cannot follow:"
+                " prune before fit (torch.nn.utils.prune) and remove the callback"
+            )
+
+
+def _averages(callback: Any, ns: Namespace) -> bool:
+    kinds = [ns.StochasticWeightAveraging, ns.WeightAveraging]
+    return isinstance(callback, tuple(kind for kind in kinds if kind is not None))
+
+
+def adapt(
+    trainer: Any, whole: Callable[[], AbstractContextManager[Any]], exact: bool, ns: Namespace
+) -> list[Any]:
+    """Let weight averaging callbacks see whole parameters; returns what :func:`restore` takes.
+
+    Args:
+        whole: makes a context inside which the module's parameters are whole and edits of rank 0
+            are kept.
+        exact: whether the parameters are the weights themselves (no master copy in another dtype).
+
+    Raises:
+        ModelError: averaging where the parameters are rounded copies of master weights.
+    """
+    adapted = []
+    for callback in trainer.callbacks:
+        if not _averages(callback, ns):
+            continue
+        if not exact:
+            raise ModelError(
+                f"{type(callback).__name__} swaps parameters in and out, and with this precision"
+                " they are rounded"
+                " copies of the fp32 master weights: every swap would lose bits. Train with"
+                " precision='32-true',"
+                " or average checkpoints afterwards"
+            )
+        stochastic = isinstance(callback, ns.StochasticWeightAveraging)
+        adapted.append(callback)
+        _wrap_hooks(callback, _SWA_HOOKS if stochastic else _AVERAGING_HOOKS, whole)
+        average = getattr(callback, "_average_model", None)
+        if not stochastic and average is not None:
+            # Only when it averages, which is not after every batch.
+            average.update_parameters = _inside(average.update_parameters, whole)
+    return adapted
+
+
+def _inside(call: Callable[..., Any], whole: Callable[[], AbstractContextManager[Any]]) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with whole():
+            return call(*args, **kwargs)
+
+    return wrapped
+
+
+def _wrap_hooks(
+    callback: Any, hooks: tuple[str, ...], whole: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    # A subclass under the same name: Lightning keys the callback's saved state by its class's name.
+    kind = type(callback)
+
+    def inside(name: str) -> Callable[..., Any]:
+        def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with whole():
+                return getattr(kind, name)(self, *args, **kwargs)
+
+        return hook
+
+    members: dict[str, Any] = {name: inside(name) for name in hooks}
+    members |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    members["_zeroexp_kind"] = kind
+    callback.__class__ = type(kind.__name__, (kind,), members)
+
+
+def restore(adapted: list[Any]) -> None:
+    """Undo :func:`adapt`."""
+    for callback in adapted:
+        callback.__class__ = callback._zeroexp_kind
+        average = getattr(callback, "_average_model", None)
+        if average is not None:
+            vars(average).pop("update_parameters", None)
+    adapted.clear()

@@ -1,0 +1,131 @@
+"""Checkpoints as Lightning writes them: one file, whole tensors by name, readable by every other
+strategy.
+
+* Saving: names and order of ``LightningModule.state_dict()``, fp32 (fp64 where that is computed),
+  optimizer state by parameter number as ``torch.optim`` has it. Rank 0 holds it, the others
+  ``{}``; one rank's failure to write is every rank's error.
+* Loading: nothing is unpickled but tensors, plain containers and OmegaConf's own, unless
+  ``weights_only=False`` is given to ``fit`` (or ``validate``, …). Tensors are mapped from the
+  file, not read; what is never copied costs nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import pickle
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroexp.errors import CheckpointError
+from zeroexp.strategies.compat import Namespace
+
+
+def _safe_types() -> list[Any]:
+    """Types that hyper-parameters of Hydra projects consist of, all of them plain data."""
+    from omegaconf import DictConfig, ListConfig, nodes
+    from omegaconf.base import ContainerMetadata, Metadata
+
+    leaves = [
+        nodes.AnyNode,
+        nodes.BooleanNode,
+        nodes.BytesNode,
+        nodes.EnumNode,
+        nodes.FloatNode,
+        nodes.IntegerNode,
+        nodes.PathNode,
+        nodes.StringNode,
+    ]
+    plain = [dict, list, tuple, set, int, float, str, bool, bytes, Any]
+    return [
+        DictConfig,
+        ListConfig,
+        ContainerMetadata,
+        Metadata,
+        *leaves,
+        *plain,
+        collections.defaultdict,
+    ]
+
+
+def read(path: str | PathLike[str], weights_only: bool | None, ns: Namespace) -> dict[str, Any]:
+    """The checkpoint at ``path``, on the CPU, tensors mapped from the file where that is possible.
+
+    ``weights_only=None`` means true.
+
+    Raises:
+        CheckpointError: no such file, a directory, or something in it that only pickle could load.
+    """
+    safe = weights_only is None or weights_only
+    if not ns.is_local(path):
+        found: dict[str, Any] = ns.load_file(path, map_location="cpu", weights_only=safe)
+        return found
+    file = Path(path)
+    if file.is_dir():
+        raise CheckpointError(f"{file} is a directory; the checkpoints of this strategy are files")
+    if not file.exists():
+        raise CheckpointError(f"there is no checkpoint at {file.absolute()}")
+    try:
+        return _load(file, safe)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{file} holds objects that are more than data: {_blocked(error)}. If you trust the"
+            " file, pass"
+            " weights_only=False to fit (or validate, test, predict)."
+        ) from error
+
+
+def _load(file: Path, safe: bool) -> dict[str, Any]:
+    with torch.serialization.safe_globals(_safe_types()):
+        try:
+            return torch.load(file, map_location="cpu", weights_only=safe, mmap=True)  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            # Written by torch's format before 1.6.
+            return torch.load(file, map_location="cpu", weights_only=safe)  # type: ignore[no-any-return]
+
+
+def _blocked(error: Exception) -> str:
+    """The names in torch's message about what it refused."""
+    words = [word.strip("`,.'\"") for word in str(error).split()]
+    after = [b for a, b in itertools.pairwise(words) if a == "GLOBAL"]
+    return ", ".join(sorted(set(after))) or str(error).splitlines()[0]
+
+
+def is_whole(module: nn.Module) -> bool:
+    """Whether every parameter is an ordinary tensor that can be copied into."""
+    return all(not p.is_meta and not _is_placeholder(p) for p in module.parameters())
+
+
+def _is_placeholder(parameter: Tensor) -> bool:
+    # A released parameter is one number seen with strides of zero (zeroexp.zero.placeholder).
+    return parameter.numel() > 1 and all(stride == 0 for stride in parameter.stride())
+
+
+def filtered(whole: dict[str, Tensor], own: Mapping[str, Any]) -> dict[str, Any]:
+    """What a ``LightningModule.state_dict`` of the user's own returns, with the engine's values.
+
+    ``own`` decides which keys there are and in which order; where ``whole`` has the key, its fp32
+    tensor is taken.
+    """
+    return {key: whole.get(key, value) for key, value in own.items()}
+
+
+def write(
+    save: Any, checkpoint: dict[str, Any], path: str | PathLike[str], storage_options: Any
+) -> str | None:
+    """Write on this rank; the error as text, so that it can be told to the others."""
+    try:
+        file = Path(path)
+        if file.is_dir():
+            raise IsADirectoryError(f"{file} is a directory")
+        save(checkpoint, path, storage_options=storage_options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
