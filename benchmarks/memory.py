@@ -41,7 +41,7 @@ def storage_ranges(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
     ranges = []
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if storage.device.type == "cpu" and storage.nbytes():
+        if storage.device.type == "cpu" and storage.nbytes() and storage.data_ptr():
             ranges.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):

@@ -118,7 +118,7 @@ class Pair:
     def _last_word(self, rank: int) -> str:
         lines = [line.strip() for line in self._logs[rank].read_text(errors="replace").splitlines()]
         lines = [line for line in lines if line and not line.startswith("[W")]
-        last = lines[-1] if lines else "ended without a word"
+        last = lines[-1].removeprefix(f"[rank{rank}]: ") if lines else "ended without a word"
         return f"rank {rank}: {last.replace(str(ROOT), '.')}"[:300]
 
     def close(self) -> None:

@@ -15,11 +15,12 @@ from benchmarks.work import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY
 @dataclass
 class State:
     """Tensors that hold the state between backward and the optimizer's step, as this rank holds
-    them (local shards of DTensors)."""
+    them (local shards of DTensors). ``padding_bytes`` of it belong to no parameter, where known."""
 
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     optim: list[Tensor] = field(default_factory=list)
+    padding_bytes: int = 0
 
 
 class Peer(Protocol):
@@ -49,9 +50,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """Every tensor in nested dicts, lists and tuples."""
+    """Every tensor in nested dicts, lists and tuples; step counts (tensors without dimensions) are
+    left out, they hold no element of the model."""
     if isinstance(value, Tensor):
-        yield local_tensor(value)
+        if value.dim():
+            yield local_tensor(value)
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)

@@ -89,6 +89,7 @@ class Worker:
             "params": unique_bytes(state.params),
             "grads": unique_bytes(state.grads),
             "optim": unique_bytes(state.optim),
+            "padding": state.padding_bytes,
             "tensors": live_tensor_bytes(),
             "rss_baseline": self.baseline,
             "peak_rss": peak,

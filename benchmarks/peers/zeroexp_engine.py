@@ -1,5 +1,4 @@
-"""zeroexp's engine, stages 0-3, with its own AdamW and its defaults; float32 and no clipping, as
-every mode here."""
+"""zeroexp's engine, stages 0-3, with its own AdamW; float32 and no clipping, as every mode here."""
 
 from __future__ import annotations
 
@@ -9,28 +8,37 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.peer import State, fused_adamw
+from benchmarks.peer import State, tensors_in
+from benchmarks.work import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY
 from zeroexp.config import Config
 from zeroexp.engine import Engine
+from zeroexp.optim import build
 
 
 class Zeroexp:
+    """``options`` are keys of the ``zero`` section; everything else that matters here is a
+    default."""
+
     def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
         config = Config.from_mapping(
             {
                 "zero": dict(options),
                 "precision": {"compute": "fp32"},
-                "trainer": {
-                    "devices": dist.get_world_size(),
-                    "accumulate_grad_batches": 1,
-                    "gradient_clip_val": None,
+                "optim": {
+                    "kind": "adamw",
+                    "lr": LEARNING_RATE,
+                    "betas": list(BETAS),
+                    "eps": EPS,
+                    "weight_decay": WEIGHT_DECAY,
+                    "decay_norm_and_bias": True,
                 },
+                "trainer": {"devices": dist.get_world_size(), "gradient_clip_val": None},
             }
         )
-        self.engine = Engine(model, fused_adamw(model.parameters()), config)
+        optimizer = build(config.optim, model.named_parameters())
+        self.engine = Engine(model, optimizer, config)
 
     def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        self.engine.zero_grad()
         loss: Tensor = self.engine(inputs, targets)
         self.engine.backward(loss)
         return loss.detach()
@@ -39,7 +47,17 @@ class Zeroexp:
         self.engine.step()
 
     def state(self) -> State:
-        return State()
+        """Found in the segments and the optimizer's state, not asked of the ledger; only the
+        padding is the ledger's word."""
+        segments = self.engine.model.segments
+        masters = [s.master for s in segments if s.has_master_copy]
+        return State(
+            params=[s.shard if s.sharded else s.full for s in segments],
+            grads=[s.owned for s in segments if s.spec.trainable],
+            optim=masters
+            + [t for s in self.engine.steppers for t in tensors_in(dict(s.face.state))],
+            padding_bytes=self.engine.ledger.padding_bytes(),
+        )
 
 
 def start(model: nn.Module, options: Mapping[str, Any]) -> Zeroexp:
