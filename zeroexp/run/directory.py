@@ -174,6 +174,10 @@ class RunDirectory:
         """What rank ``rank`` measured; the driver puts these together into result.json."""
         return self.launch / f"rank{rank}.json"
 
+    def stack(self, rank: int) -> Path:
+        """Where the threads of rank ``rank`` stood when it was told to end."""
+        return self.launch / f"stack{rank}.txt"
+
     @property
     def agent_log(self) -> Path:
         return self.launch / "agent.log"

@@ -34,28 +34,31 @@ class RankFailure:
     status: str = status.CRASH  # what the rank itself takes its error for
 
     @property
+    def was_stopped(self) -> bool:
+        """True for a rank that had no error of its own and ended because it was told to."""
+        told = self.signal == signal.SIGTERM or self.exit_code == 128 + signal.SIGTERM
+        return told and not self.kind
+
+    @property
     def is_consequence(self) -> bool:
-        """True for an error that only says that another rank is gone or was stopped by the
-        agent.
-        """
-        if self.signal == signal.SIGTERM or self.exit_code == 128 + signal.SIGTERM:
+        """True for an end that only says that another rank is gone or that the agent stopped it."""
+        if self.was_stopped:
             return True
         return self.signal is None and self.status != status.TIMEOUT and lost_peer(self.message)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The status class of a failed run with its reason; ``first`` is the failure that started it,
-    if one is known.
+    """The status class of a run with its reason and the rank that failed.
+
+    ``first`` is the failure that started it, if one is known. It is another rank's than
+    ``failed_rank`` where that rank waited in vain for this one.
     """
 
     status: str
-    reason: str
+    reason: str = ""
+    failed_rank: int | None = None
     first: RankFailure | None = None
-
-    @property
-    def failed_rank(self) -> int | None:
-        return self.first.rank if self.first else None
 
 
 def collect(directory: RunDirectory) -> list[RankFailure]:
@@ -122,23 +125,25 @@ def verdict(directory: RunDirectory, *, agent_code: int, oom_kills: int) -> Verd
     cause = first(failures)
     if cause is None:
         return Verdict(status.CRASH, _agent_reason(directory, agent_code))
+    rank = cause.rank
     if cause.signal is not None:
         name = signal_name(cause.signal)
         if cause.signal == signal.SIGKILL and oom_kills > 0:
-            return Verdict(
-                status.OOM, f"rank {cause.rank} was killed by the kernel: out of host memory", cause
-            )
-        hint = "; its log ends with the C stack" if cause.signal in _FAULTS else ""
-        return Verdict(status.CRASH, f"rank {cause.rank} was ended by {name}{hint}", cause)
-    if cause.message or cause.kind:
-        text = cause.message.strip() or cause.kind
-        head = text.splitlines()[0]
-        return Verdict(cause.status, f"rank {cause.rank}: {cause.kind}: {head}", cause)
-    return Verdict(
-        status.CRASH,
-        f"rank {cause.rank} ended with exit code {cause.exit_code} and no Python error",
-        cause,
-    )
+            reason = f"rank {rank} was killed by the kernel: out of host memory"
+            return Verdict(status.OOM, reason, rank, cause)
+        hint = "; its log ends with the stack" if cause.signal in _FAULTS else ""
+        return Verdict(status.CRASH, f"rank {rank} was ended by {name}{hint}", rank, cause)
+    if not cause.kind:
+        reason = f"rank {rank} ended with exit code {cause.exit_code} and no Python error"
+        return Verdict(status.CRASH, reason, rank, cause)
+    head = (cause.message.strip() or cause.kind).splitlines()[0]
+    reason = f"rank {rank}: {cause.kind}: {head}"
+    absent = [failure.rank for failure in failures if failure.was_stopped]
+    if cause.status == status.TIMEOUT and absent:
+        who = f"rank {absent[0]} did" if len(absent) == 1 else f"ranks {absent} did"
+        reason = f"{who} not take part; {reason}; where it stood: launch/stack{absent[0]}.txt"
+        return Verdict(status.TIMEOUT, reason, absent[0], cause)
+    return Verdict(cause.status, reason, rank, cause)
 
 
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)

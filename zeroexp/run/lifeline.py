@@ -6,12 +6,16 @@ and a driver that is killed with SIGKILL tells nobody.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
 import threading
 import time
+import types
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -33,14 +37,19 @@ def die_with_parent(expected: int | None = None) -> None:
         os._exit(1)
 
 
-def end_on_sigterm(grace: float) -> None:
-    """After SIGTERM this process has ``grace`` seconds to end by itself; then it is ended with exit
-    code 143.
+def end_on_sigterm(grace: float, stack: Path) -> None:
+    """On SIGTERM raise SystemExit(143) in the main thread, note in ``stack`` where every thread
+    stood, and after ``grace`` seconds end the process with 143 whatever it does.
 
-    The handlers of SIGTERM stay what they are (none: the process ends at once, as always). Python
-    writes the number of every signal that has a handler to a wake-up descriptor from the C-level
-    handler, which works while the main thread waits inside a collective; a thread reads it there.
+    Python writes the number of a signal to a wake-up descriptor from the C-level handler, which
+    works while the main thread waits inside a collective; a thread reads it there. Handlers that
+    are set later (Lightning's) change the first part only.
     """
+
+    def leave(number: int, frame: types.FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -48,6 +57,8 @@ def end_on_sigterm(grace: float) -> None:
     def watch() -> None:
         while data := os.read(reader, 64):
             if signal.SIGTERM in data:
+                with contextlib.suppress(OSError), open(stack, "w", encoding="utf-8") as file:
+                    faulthandler.dump_traceback(file)
                 time.sleep(grace)
                 os._exit(128 + signal.SIGTERM)
 

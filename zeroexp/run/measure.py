@@ -5,10 +5,11 @@ Seconds, bytes, tokens and FLOP throughout; what is unknown is None.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -75,6 +76,15 @@ class StepClock:
             self._left_out += self._clock() - self._paused_at
             self._paused_at = None
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """The body is not training."""
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
+
     def end_step(self, tokens: int) -> float:
         """A step with ``tokens`` tokens over all ranks has ended; its seconds. The next one begins
         now.
@@ -93,17 +103,24 @@ class StepClock:
         """Tokens of all ranks per second over the last ``steps`` steps; steps of the warm-up count
         as well.
         """
-        seconds = sum(self._seconds[-steps:]) if steps > 0 else 0.0
-        return sum(self._tokens[-steps:]) / seconds if seconds > 0 else None
+        return _rate(self._tokens[-steps:], self._seconds[-steps:]) if steps > 0 else None
+
+    def recent_seconds(self, steps: int) -> float | None:
+        """Seconds of the last ``steps`` steps together."""
+        return sum(self._seconds[-steps:]) if steps > 0 and self._seconds else None
 
     def times(self) -> StepTimes:
         """The figures of a result: every step but the first ``warmup_steps``."""
         seconds = self._seconds[self._warmup :]
         if not seconds:
             return StepTimes(None, None, 0, None)
-        total = sum(seconds)
-        rate = sum(self._tokens[self._warmup :]) / total if total > 0 else None
+        rate = _rate(self._tokens[self._warmup :], seconds)
         return StepTimes(statistics.median(seconds), percentile(seconds, 0.95), len(seconds), rate)
+
+
+def _rate(tokens: Sequence[int], seconds: Sequence[float]) -> float | None:
+    total, time_taken = sum(tokens), sum(seconds)
+    return total / time_taken if total and time_taken > 0 else None
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def start_rank(run_dir: Path) -> Iterator[Rank]:
     parent = os.environ.pop(PARENT, "")
     if parent.isdigit():
         die_with_parent(int(parent))
-    end_on_sigterm(GRACE_SECONDS)
+    end_on_sigterm(GRACE_SECONDS, directory.stack(rank.rank))
     with contextlib.suppress(FileNotFoundError):
         directory.error(rank.rank).unlink()  # of an earlier attempt
     with recording(rank):

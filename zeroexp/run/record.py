@@ -16,8 +16,7 @@ from zeroexp.run.directory import RunDirectory
 
 #: Printed once before the first progress line: what its numbers count.
 PROGRESS_LEGEND = (
-    "step: optimizer steps | loss: mean over all ranks and micro-batches of the step | "
-    "tokens/s: all ranks, since the line before | memory: peak resident memory of rank 0"
+    "loss: mean over ranks and micro-batches | tokens/s: all ranks | memory: peak of rank 0"
 )
 
 

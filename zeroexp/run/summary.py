@@ -1,0 +1,136 @@
+"""The few lines before and after a run: what starts, how it ended. Every number says its unit
+and what it counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zeroexp import __version__
+from zeroexp.config import Config
+from zeroexp.run import status
+from zeroexp.run.directory import RunDirectory
+from zeroexp.run.failure import Verdict
+from zeroexp.run.forecast import Forecast
+from zeroexp.run.record import human_bytes, human_seconds
+
+_KINDS = {"params": "parameters", "grads": "gradients", "optim": "optimizer"}
+
+
+def state_words(state: Mapping[str, Mapping[str, int]]) -> str:
+    """``parameters 1.00 MiB, gradients 1.00 MiB, optimizer 2.00 MiB`` (a tier is named where it
+    is not the device).
+    """
+    parts = []
+    for kind, word in _KINDS.items():
+        for tier, size in state.get(kind, {}).items():
+            if size or tier == "device":
+                parts.append(
+                    f"{word} {human_bytes(size)}" + ("" if tier == "device" else f" on {tier}")
+                )
+    return ", ".join(parts)
+
+
+def shown(path: Path) -> str:
+    """``path`` as one would type it here: relative where it lies below the working directory."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def total_bytes(by_op: Mapping[str, int]) -> int:
+    """Bytes of all collectives of one step, control traffic left out."""
+    return sum(size for op, size in by_op.items() if op != "control")
+
+
+def largest_rank(by_rank: Mapping[str, Any]) -> str:
+    """The rank with the most state, as a key of ``by_rank``."""
+    return max(by_rank, key=lambda rank: sum(sum(kind.values()) for kind in by_rank[rank].values()))
+
+
+def opening_lines(
+    config: Config, plan: Forecast | None, directory: RunDirectory, threads: int
+) -> list[str]:
+    """What is about to run: version, placement, precision, model, directory and the prediction."""
+    ranks = config.data_ranks
+    where = "CPU" if config.trainer.accelerator == "cpu" else "GPU"
+    plural = "s" if ranks > 1 else ""
+    thread_words = f"{threads} thread{'s' if threads > 1 else ''} each"
+    model = config.model.target if config.model.kind == "external" else config.model.kind
+    size = f" of {plan.num_params:,} parameters" if plan is not None else ""
+    accumulate = config.trainer.accumulate_grad_batches
+    batch = (
+        f"batch of {config.batch_size} sequences x {config.data.seq_len} tokens per step = "
+        f"{ranks} rank{plural} x {accumulate} micro-batch{'es' if accumulate > 1 else ''} "
+        f"x {config.micro_batch_size}"
+    )
+    lines = [
+        f"zeroexp {__version__}: ZeRO stage {config.zero.stage} on {ranks} {where} rank{plural} "
+        f"({thread_words}), compute {config.precision.compute}",
+        f"model {model}{size}; {batch}",
+        f"run directory: {shown(directory.path)}",
+    ]
+    if plan is not None:
+        rank = largest_rank(plan.predicted["state_bytes"])
+        lines.append(
+            f"predicted state of rank {rank}: {state_words(plan.predicted['state_bytes'][rank])}"
+        )
+        sent = plan.predicted["comm_bytes_per_step"].get(rank) or {}
+        lines.append(
+            f"predicted traffic of rank {rank}: {human_bytes(total_bytes(sent))} sent per step"
+        )
+    return lines
+
+
+def closing_lines(
+    directory: RunDirectory, verdict: Verdict, result: Mapping[str, Any], began: float
+) -> list[str]:
+    """How the run ended: the first failure first, or the figures of a good run."""
+    took = human_seconds(time.time() - began)
+    if verdict.status == status.OK:
+        return [*_figures(result), f"ok after {took} | {shown(directory.result)}"]
+    lines: list[str] = []
+    first = verdict.first
+    if first is not None and verdict.status == status.CONFIG:
+        lines.append(f"zeroexp: {first.message}")
+    elif first is not None and first.traceback:
+        lines.append(f"first error, on rank {first.rank}:")
+        lines += [f"  {line}" for line in first.traceback.rstrip().splitlines()]
+    lines.append(f"zeroexp: {verdict.status} after {took}: {verdict.reason}")
+    if verdict.failed_rank is not None:
+        lines.append(f"log of that rank: {shown(directory.log(verdict.failed_rank))}")
+    elif verdict.status == status.CRASH:
+        lines.append(f"log of the agent: {shown(directory.agent_log)}")
+    return lines
+
+
+def _figures(result: Mapping[str, Any]) -> list[str]:
+    parts = [f"{result['steps']} steps"]
+    if result["skipped_steps"]:
+        parts.append(f"{result['skipped_steps']} of them skipped")
+    if result["loss_last"] is not None:
+        parts.append(
+            f"loss {result['loss_first']:.4f} -> {result['loss_last']:.4f} (mean over ranks)"
+        )
+    if result["val_loss"] is not None:
+        parts.append(f"validation loss {result['val_loss']:.4f}")
+    lines = [" | ".join(parts)]
+    times = result["step_time_s"]
+    if times["median"] is not None:
+        rate = result["tokens_per_s"]
+        speed = f"{rate:,.0f} tokens/s over all ranks, " if rate is not None else ""
+        lines.append(
+            f"{speed}step {times['median']:.4f} s median, {times['p95']:.4f} s p95 "
+            f"of {times['n']} steps after warm-up"
+        )
+    states = {rank: state for rank, state in result["state_bytes"].items() if state is not None}
+    if states:
+        rank = largest_rank(states)
+        peak = result["peak_rss_bytes"].get(rank)
+        sent = result["comm_bytes_per_step"].get(rank)
+        traffic = f" | {human_bytes(total_bytes(sent))} sent per step" if sent is not None else ""
+        lines.append(f"state of rank {rank}: {state_words(states[rank])}")
+        lines.append(f"rank {rank}: {human_bytes(peak)} peak resident memory{traffic}")
+    return lines
