@@ -30,10 +30,11 @@ from zeroexp.zero.hooks import Hooks
 from zeroexp.zero.model import ShardedModel
 from zeroexp.zero.owner import EngineOwner
 from zeroexp.zero.reducer import Reducer
+from zeroexp.zero.registry import forget, register
 from zeroexp.zero.residency import Direction, Residency
 from zeroexp.zero.segment import SegmentState, Surroundings
 from zeroexp.zero.stepper import Stepper
-from zeroexp.zero.unit import UnitState
+from zeroexp.zero.unit import Life, UnitState
 
 
 class Engine:
@@ -114,6 +115,7 @@ class Engine:
         self.scale = LossScale(
             scale, dynamic=scale.mode == "dynamic", active=scale.mode in ("dynamic", "static")
         )
+        self._closed = False
         self._hooks = Hooks(self.residency, self.reducer, self._backward_begins)
         self._guards = Guards()
         self._attach()
@@ -122,12 +124,15 @@ class Engine:
         self._boundary = True
         self._unreduced = False
         self._loss_finite = True
+        self._window_scale: float | None = None
         self._agreements: dict[int, Agreement] = {}
         self._factors: dict[int, float] = {}
         self.grad_norm: float | None = None
         """Global norm of the last gradients, unscaled, before clipping; ``None`` before the first boundary."""
         self.grad_norm_clipped: float | None = None
         """The same after clipping."""
+        self.scheduler: Any = None
+        """A learning-rate scheduler that :meth:`step` advances after each applied step, if set."""
         self.global_steps = 0
         """Boundaries passed, skipped ones included."""
         self.skipped_steps = 0
@@ -153,6 +158,12 @@ class Engine:
             for segment in unit.trainable_segments:
                 for slot in range(len(segment.params)):
                     self._hooks.attach_parameter(unit, segment, slot)
+        for param, (unit, _, _) in zip(
+            self.model.params.values(),
+            [self.model.place[id(p)] for p in self.model.params.values()],
+            strict=True,
+        ):
+            register(param, owners[id(unit)])
         for module in root_module.modules():
             table = {
                 name: owners[id(self.model.place[id(p)][0])]
@@ -210,8 +221,9 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """Factor on the loss of the next backward."""
-        return self.scale.value
+        """Factor on the loss of the next backward. It changes only while no gradients are held: those of another
+        optimizer that waits for its step must be unscaled with the scale that produced them."""
+        return self._window_scale if self._window_scale is not None else self.scale.value
 
     def backward(
         self,
@@ -241,7 +253,7 @@ class Engine:
 
     def scaled(self, loss: Tensor) -> Tensor:
         """``loss`` times :attr:`loss_scale`, for code that calls ``.backward()`` itself."""
-        return loss * self.scale.value if self.scale.value != 1.0 else loss
+        return loss * self.loss_scale if self.loss_scale != 1.0 else loss
 
     @contextmanager
     def backward_scope(self, *, last: bool | None = None) -> Iterator[None]:
@@ -260,6 +272,7 @@ class Engine:
         self._end_backward()
 
     def _begin_backward(self, last: bool | None) -> None:
+        self._window_scale = self.loss_scale
         self._micro_steps += 1
         self._boundary = self._micro_steps >= self.accumulate if last is None else last
         parts = self.accumulate if self._divide_accumulation else 1
@@ -326,7 +339,7 @@ class Engine:
                 ).wait()
             agreement = self._agree(stepper)
         self._agreements[key] = agreement
-        norm = math.sqrt(agreement.sum_squares) / self.scale.value if agreement.finite else math.nan
+        norm = math.sqrt(agreement.sum_squares) / self.loss_scale if agreement.finite else math.nan
         self.grad_norm = self.grad_norm_clipped = norm
         return agreement
 
@@ -365,7 +378,7 @@ class Engine:
                 continue
             for segment in stepper.segments:
                 if segment.has_owned:
-                    bound = limit * self.scale.value
+                    bound = limit * self.loss_scale
                     segment.owned.clamp_(-bound, bound)
             del self._agreements[id(stepper)]
             before = self.grad_norm
@@ -374,7 +387,7 @@ class Engine:
 
     def _norm_of(self, steppers: Sequence[Stepper]) -> float:
         total = sum(self._agreements[id(s)].sum_squares for s in steppers)
-        return math.sqrt(total) / self.scale.value if math.isfinite(total) else math.nan
+        return math.sqrt(total) / self.loss_scale if math.isfinite(total) else math.nan
 
     def step(self, optimizer: Optimizer | None = None) -> bool:
         """Apply the accumulated gradients. True if they were applied.
@@ -405,16 +418,18 @@ class Engine:
             self.grad_norm_clipped = norm * factor
         for stepper, agreement in zip(steppers, agreements, strict=True):
             touched = dict(zip((s.tag for s in stepper.segments), agreement.touched, strict=True))
-            stepper.step(touched, self._factors.get(id(stepper), 1.0) / self.scale.value)
+            stepper.step(touched, self._factors.get(id(stepper), 1.0) / self.loss_scale)
         self.residency.release_all()
         self._forget(steppers)
         self.scale.update(overflow=False)
+        if self.scheduler is not None:
+            self.scheduler.step()
         self.ledger.mark_step()
         return True
 
     def _refuse(self, steppers: Sequence[Stepper], agreements: Sequence[Agreement]) -> None:
         """A gradient is not finite: skip or stop, on every rank alike."""
-        scale = self.scale.value
+        scale = self.loss_scale
         segments = [s for stepper in steppers for s in stepper.segments]
         stop = self.policy.nonfinite == "stop"
         name, owner = "", -1
@@ -446,6 +461,8 @@ class Engine:
         self._agreements.clear()
         self._factors.clear()
         self._loss_finite = True
+        if not any(any(s.touched) for s in self.model.trainable_segments):
+            self._window_scale = None
 
     def full_grad(self, param: nn.Parameter) -> Tensor | None:
         """The whole reduced gradient of ``param`` in fp32, unscaled, or ``None`` if no rank has one (collective)."""
@@ -465,24 +482,28 @@ class Engine:
         ).wait()
         at = segment.spec.slots[slot]
         grad = out[at.offset : at.stop].view(at.spec.shape).float()
-        return grad * (self._factors.get(id(stepper), 1.0) / self.scale.value)
+        return grad * (self._factors.get(id(stepper), 1.0) / self.loss_scale)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
         """All parameters (floats in fp32) and buffers by name, on the CPU of rank 0; empty elsewhere (collective)."""
+        self.world.open()
         return full.model_state(self.model)
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Set parameters and buffers from rank 0's ``state`` (collective). Raises :class:`CheckpointError`."""
+        self.world.open()
         full.load_model_state(self.model, state, strict=strict)
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state in torch's own format with whole tensors, on rank 0; empty elsewhere (collective)."""
+        self.world.open()
         return full.optimizer_state(self.model, self._stepper(optimizer)[0])
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Set the optimizer's state from rank 0's ``state`` (collective). Raises :class:`CheckpointError`."""
+        self.world.open()
         full.load_optimizer_state(self.model, self._stepper(optimizer)[0], state)
 
     def scalar_state(self) -> dict[str, Any]:
@@ -514,22 +535,29 @@ class Engine:
         """Context in which ``units`` are whole."""
         return self.model.whole_units(units, edit=edit)
 
-    def close(self) -> None:
-        """End the engine's work on the module: parameters become whole and ordinary again (collective)."""
-        self.residency.release_all()
+    def close(self, collective: bool = True) -> None:
+        """End the engine's work on the module: parameters become whole and ordinary again.
+
+        ``collective=False`` gathers nothing, for a rank that failed and must not wait for the others: sharded parameters
+        then stay placeholders. State can still be saved afterwards.
+        """
+        if self._closed:
+            return
+        self._closed = True
         self._hooks.detach()
         self._guards.remove()
-        for unit in self.model.units:
-            unit.pins += 1
-            if unit.sharded:
-                unit.gather()
-                unit.wait()
-            for segment in unit.segments:
-                for param in segment.params:
-                    param.data = param.data.clone()
+        for param in self.model.params.values():
+            forget(param)
         for stepper in self.steppers:
             stepper.face.unbind()
-        self.world.close()
+        if collective:
+            self.residency.release_all()
+            for unit in self.model.units:
+                if unit.sharded and unit.life is Life.SHARDED:
+                    unit.gather()
+                unit.wait()
+                unit.pins += 1
+            self.world.close()
 
     def segments_of(self, params: Sequence[nn.Parameter]) -> list[SegmentState]:
         """The segments that hold ``params``."""
@@ -589,7 +617,7 @@ def initialize(
     """The loop of DeepSpeed users without Lightning: ``engine, optimizer, loader, scheduler``.
 
     ``config`` is a :class:`Config`, a mapping, or the path of a YAML or JSON file. Without ``optimizer`` the ``optim``
-    section builds one; without ``scheduler`` the ``schedule`` section does.
+    section builds one; without ``scheduler`` the ``schedule`` section does. :meth:`Engine.step` advances the scheduler.
     """
     from zeroexp.config import load
     from zeroexp.optim import build, schedule
@@ -599,4 +627,5 @@ def initialize(
     engine = Engine(model, chosen, settings)
     if scheduler is None:
         scheduler = schedule(settings.schedule, chosen, settings.trainer.max_steps)
+    engine.scheduler = scheduler
     return engine, chosen, loader, scheduler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -28,10 +28,14 @@ class World:
 
     rank: int
     size: int
-    gather: Group
-    reduce: Group
-    replicas: Group
-    control: Group
+    ledger: Ledger
+    shard_size: int | None
+    timeout: float
+    gather: Group = field(init=False)
+    reduce: Group = field(init=False)
+    replicas: Group = field(init=False)
+    control: Group = field(init=False)
+    closed: bool = field(default=True, init=False)
 
     @classmethod
     def create(cls, ledger: Ledger, *, shard_size: int | None, timeout: float) -> World:
@@ -40,32 +44,44 @@ class World:
         Without a process group the world is this process. Raises :class:`RankMismatch` when a launcher announces
         more ranks than there are, or when ``shard_size`` does not divide the ranks.
         """
-        if not dist.is_initialized():
-            announced = int(os.environ.get("WORLD_SIZE", "1"))
-            if announced > 1:
-                raise RankMismatch(
-                    f"the launcher announces {announced} ranks but torch.distributed is not initialised: each rank would "
-                    "train alone. Call torch.distributed.init_process_group() before zeroexp."
-                )
-            solo = SoloGroup(0, ledger)
-            return cls(0, 1, solo, solo, solo, solo)
-        rank, size = dist.get_rank(), dist.get_world_size()
-        shard = shard_size or size
-        if size % shard:
-            raise RankMismatch(f"zero.shard_size={shard} does not divide the {size} data-parallel ranks")
+        rank, size = 0, 1
+        if dist.is_initialized():
+            rank, size = dist.get_rank(), dist.get_world_size()
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise RankMismatch(
+                f"the launcher announces {os.environ['WORLD_SIZE']} ranks but torch.distributed is not initialised: each "
+                "rank would train alone. Call torch.distributed.init_process_group() before zeroexp."
+            )
+        if shard_size and size % shard_size:
+            raise RankMismatch(
+                f"zero.shard_size={shard_size} does not divide the {size} data-parallel ranks"
+            )
+        world = cls(rank, size, ledger, shard_size, timeout)
+        world.open()
+        return world
+
+    def open(self) -> None:
+        """Make the groups, if they are not there (collective)."""
+        if not self.closed:
+            return
+        rank, size = self.rank, self.size
+        shard = self.shard_size or size
         shards = [tuple(range(k * shard, (k + 1) * shard)) for k in range(size // shard)]
         replicas = [tuple(range(k, size, shard)) for k in range(shard)]
-        everyone = [tuple(range(size))]
 
         def mine(partition: Sequence[tuple[int, ...]]) -> Group:
-            return _group_of(partition, rank, ledger, timeout)
+            return _group_of(partition, rank, self.ledger, self.timeout)
 
-        return cls(rank, size, mine(shards), mine(shards), mine(replicas), mine(everyone))
+        self.gather, self.reduce = mine(shards), mine(shards)
+        self.replicas, self.control = mine(replicas), mine([tuple(range(size))])
+        self.closed = False
 
     def close(self) -> None:
-        """Destroy the groups that :meth:`create` made."""
-        for group in (self.gather, self.reduce, self.replicas, self.control):
-            group.close()
+        """Destroy the groups; :meth:`open` makes new ones."""
+        if not self.closed:
+            for group in (self.gather, self.reduce, self.replicas, self.control):
+                group.close()
+        self.closed = True
 
 
 def _group_of(

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zeroexp.comm import World
 from zeroexp.errors import ModelError
 
 
@@ -23,6 +24,10 @@ class Owner(Protocol):
     """Whoever can make a parameter whole. ``transferable`` owners hand it over to an engine, others refuse."""
 
     transferable: bool
+
+    @property
+    def world(self) -> World:
+        """The ranks that must take part."""
 
     def touch(self) -> None:
         """Somebody reads the parameter as an attribute of its module."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+from zeroexp.comm import World
 from zeroexp.zero.model import ShardedModel
 from zeroexp.zero.residency import Residency
 from zeroexp.zero.unit import Life, UnitState
@@ -21,6 +22,10 @@ class EngineOwner:
         self._model = model
         self._residency = residency
         self._open: list[AbstractContextManager[None]] = []
+
+    @property
+    def world(self) -> World:
+        return self._model.around.world
 
     def touch(self) -> None:
         if self._unit.life is not Life.WHOLE:

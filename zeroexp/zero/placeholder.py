@@ -1,12 +1,14 @@
-"""What a parameter shows while its values are elsewhere.
+"""What parameters show while their values are elsewhere.
 
 A released parameter must keep its shape (summaries, optimizers and ``numel()`` look at it), must not point at freed
-memory (a stray read would crash the process), and must not look like data. A one-element NaN expanded to the shape costs
-one element, turns a stray read into NaN and most stray writes into an error; ``zero_`` and ``fill_`` pass silently, so
-the value is checked before the next gather.
+memory (a stray read would crash the process), and must not look like data. One NaN expanded to the shape costs one
+element, turns a stray read into NaN and most stray writes into an error; ``zero_`` and ``fill_`` pass silently, so the
+NaN is looked at before the next gather.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +16,27 @@ from torch import Tensor, nn
 from zeroexp.errors import ModelError
 
 
-def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of ``shape`` that takes one element of memory and reads as NaN."""
-    return torch.full((1,), float("nan"), dtype=dtype, device=device).expand(shape)
+class Placeholders:
+    """Stand-ins for a list of parameters, all over one NaN."""
 
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._nan = torch.full((), float("nan"), dtype=dtype, device=device)
+        self._views: list[Tensor] = [self._nan.expand(shape) for shape in shapes]
 
-def check_untouched(name: str, param: nn.Parameter) -> None:
-    """Raise :class:`ModelError` if something wrote into ``param`` while it was released."""
-    if param.numel() and param.stride() == (0,) * param.dim() and param.dim():
-        value = param.data.flatten()[0] if param.numel() == 1 else param.data.as_strided((1,), (1,))[0]
-        if not torch.isnan(value):
+    def show(self, params: Sequence[nn.Parameter]) -> None:
+        """Point ``params`` at their stand-ins."""
+        for param, view in zip(params, self._views, strict=True):
+            param.data = view
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raise :class:`ModelError` if something wrote into a released parameter.
+
+        Only on the CPU: looking at the value would stall an accelerator at every gather.
+        """
+        if self._nan.device.type == "cpu" and not bool(torch.isnan(self._nan)):
             raise ModelError(
-                f"parameter {name} was written while its values are sharded, so the write is lost. Edit it inside "
-                f"zeroexp.gathered(parameter, modify_rank=0)."
+                f"a parameter of this list was written while its values are sharded, so the write is lost: "
+                f"{', '.join(names)}. Edit parameters inside zeroexp.gathered(parameter, modify_rank=0)."
             )

@@ -21,7 +21,7 @@ from zeroexp.ledger import Ledger
 from zeroexp.placement import StatePlacement
 from zeroexp.precision import Policy
 from zeroexp.zero.buffer import BufferPool, FlatBuffer
-from zeroexp.zero.placeholder import check_untouched, placeholder
+from zeroexp.zero.placeholder import Placeholders
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class SegmentState:
         self.spec = spec
         self.params = list(params)
         self.tag = tag
+        self._names = [s.spec.name for s in spec.slots]
         self._around = around
         self._label = f"{tag}"
         self.index = around.world.gather.index
@@ -83,10 +84,12 @@ class SegmentState:
         self._whole = [
             self.full[s.offset : s.stop].view(s.spec.shape) for s in spec.slots
         ]
-        self._placeholders = [placeholder(w.shape, self.dtype, around.device) for w in self._whole]
         if self.sharded:
             self.shard = self.full[self.lo : self.hi].clone()
             self._hold("params", self.shard)
+            self._placeholders = Placeholders(
+                [s.spec.shape for s in spec.slots], self.dtype, around.device
+            )
             self.show_released()
             self.buffer.release()
         else:
@@ -142,13 +145,11 @@ class SegmentState:
             param.data = view
 
     def show_released(self) -> None:
-        for param, nothing in zip(self.params, self._placeholders, strict=True):
-            param.data = nothing
+        self._placeholders.show(self.params)
 
     def gather(self) -> Pending:
         """Start to fill ``full`` from all shards."""
-        for slot, param in zip(self.spec.slots, self.params, strict=True):
-            check_untouched(slot.spec.name, param)
+        self._placeholders.check(self._names)
         self.buffer.acquire()
         self._around.ledger.hold(
             self.spec.unit, "whole", self._around.placement.params.tier, self.buffer.nbytes, label=self._label

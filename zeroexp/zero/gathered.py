@@ -1,0 +1,63 @@
+"""Whole parameters for a moment: to read them, or to edit them on one rank for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from zeroexp.comm import World
+from zeroexp.errors import ModelError
+from zeroexp.zero.access import whole
+from zeroexp.zero.registry import owner_of
+
+
+@contextmanager
+def gathered(
+    params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify_rank: int | None = None
+) -> Iterator[None]:
+    """Inside, ``params`` (of an engine's module) are whole on every rank; every rank must enter.
+
+    With ``modify_rank`` what that rank writes is kept and reaches the others. Without it the parameters are read-only:
+    an in-place write raises :class:`ModelError` at the end, since it would be lost. Parameters that no engine manages
+    are whole already.
+    """
+    wanted = _list(params)
+    owners = {id(o): o for p in wanted if (o := owner_of(p)) is not None}
+    with whole(owners.values(), edit=modify_rank is not None):
+        before = [p._version for p in wanted]
+        yield
+        if modify_rank is None:
+            changed = [i for i, (p, v) in enumerate(zip(wanted, before, strict=True)) if p._version != v]
+            if changed:
+                shape = tuple(wanted[changed[0]].shape)
+                raise ModelError(
+                    f"{len(changed)} parameter(s) were written inside gathered(), the first of shape {shape}: the write "
+                    "would be lost. Pass modify_rank, the rank whose values count."
+                )
+            return
+        if owners:
+            _spread(next(iter(owners.values())).world, wanted, modify_rank)
+
+
+def _spread(world: World, params: list[nn.Parameter], source: int) -> None:
+    if not 0 <= source < world.size:
+        raise ModelError(f"modify_rank={source} is not one of the {world.size} ranks")
+    with torch.no_grad():
+        for number, param in enumerate(params):
+            value = param.detach().contiguous()
+            world.control.broadcast(
+                value, source=source, tag=number, what="broadcast of an edited parameter"
+            ).wait()
+            if value.data_ptr() != param.data_ptr():
+                param.copy_(value)
+
+
+def _list(params: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    if isinstance(params, nn.Parameter):
+        return [params]
+    return list(params)
