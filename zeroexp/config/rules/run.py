@@ -33,10 +33,17 @@ RUN_RULES: tuple[Rule, ...] = (
     Rule(
         key="trainer.val_every",
         why="a validation has batches",
-        reads=("trainer.val_every", "trainer.val_batches"),
-        broken=lambda c: c.trainer.val_every is not None and c.trainer.val_batches == 0,
-        problem=lambda c: "does nothing with val_batches=0.",
-        fix=lambda c: "Use trainer.val_batches=1 or more, or leave the key out",
+        reads=("trainer.val_every", "trainer.val_batches", "data.val_fraction"),
+        broken=lambda c: (
+            c.trainer.val_every is not None
+            and (c.trainer.val_batches == 0 or c.data.val_fraction == 0)
+        ),
+        problem=lambda c: (
+            "does nothing with trainer.val_batches=0."
+            if c.trainer.val_batches == 0
+            else "does nothing with data.val_fraction=0."
+        ),
+        fix=lambda c: "Give it something to validate on, or leave the key out",
     ),
     Rule(
         key="schedule.total_steps",
@@ -57,6 +64,7 @@ RUN_RULES: tuple[Rule, ...] = (
         ),
         broken=lambda c: (
             c.schedule.kind in _FALLING
+            and c.schedule.kind != "one_cycle"
             and c.schedule.warmup_steps >= (_schedule_end(c) or c.schedule.warmup_steps + 1)
         ),
         problem=lambda c: (
@@ -65,13 +73,32 @@ RUN_RULES: tuple[Rule, ...] = (
         fix=lambda c: f"Use less than {_schedule_end(c)}",
     ),
     Rule(
+        key="schedule.warmup_steps",
+        why="one_cycle goes up and comes down again before the schedule ends",
+        reads=(
+            "schedule.warmup_steps",
+            "schedule.total_steps",
+            "schedule.kind",
+            "trainer.max_steps",
+        ),
+        broken=lambda c: (
+            c.schedule.kind == "one_cycle"
+            and 2 * c.schedule.warmup_steps > (_schedule_end(c) or 2 * c.schedule.warmup_steps)
+        ),
+        problem=lambda c: (
+            f"{c.schedule.warmup_steps} up and {c.schedule.warmup_steps} down do not fit into "
+            f"{_schedule_end(c)} steps."
+        ),
+        fix=lambda c: f"Use at most {(_schedule_end(c) or 0) // 2}",
+    ),
+    Rule(
         key="data.path",
         why="data=text and data=memmap read a path",
         reads=("data.path", "data.kind"),
         broken=lambda c: c.data.kind in ("text", "memmap") and c.data.path is None,
         problem=lambda c: f"is missing for data={c.data.kind}.",
         fix=lambda c: (
-            "Give the file or folder" if c.data.kind == "text" else "Give the file of token ids"
+            "Give a file or folder of text" if c.data.kind == "text" else "Give a file of token ids"
         ),
     ),
     Rule(

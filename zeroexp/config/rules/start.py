@@ -29,12 +29,7 @@ def _data_fault(c: Config) -> str | None:
     path = Path(c.data.path).expanduser()
     if not path.exists():
         return f"{path} does not exist."
-    if path.is_dir():
-        if c.data.kind == "memmap":
-            return f"{path} is a folder."
-        if not any(p.is_file() and p.stat().st_size for p in path.rglob("*")):
-            return f"{path} holds no text."
-    elif path.stat().st_size == 0:
+    if path.is_file() and path.stat().st_size == 0:
         return f"{path} is empty."
     return None
 

@@ -62,7 +62,7 @@ class DataConfig:
     )
     val_fraction: float = setting(
         0.05,
-        "part of the text set aside for validation.",
+        "part of the data set aside for validation. 0 leaves nothing to validate on.",
         changes="the split into training and validation",
         minimum=0,
         below=1,

@@ -24,6 +24,7 @@ class LossScaleConfig:
         "first loss scale. Also the constant one of mode static.",
         changes="the loss scale of the first steps",
         above=0,
+        maximum=2.0**24,  # where a dynamic scale stops growing: a scaled fp32 loss stays finite
     )
     growth: float = setting(
         2.0,

@@ -19,7 +19,8 @@ class ScheduleConfig:
     )
     warmup_steps: int = setting(
         0,
-        "steps of linear rise to the peak. 0 starts at the peak.",
+        "steps of linear rise to the peak. 0 starts at the peak; for one_cycle: steps up and again "
+        "down, where 0 takes half of total_steps.",
         changes="the learning rate of the first steps",
         minimum=0,
         unit="steps",

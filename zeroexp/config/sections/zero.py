@@ -38,8 +38,8 @@ class ZeroConfig:
     )
     prefetch: int = setting(
         1,
-        "units gathered ahead of the one in use. Stage 3 only: the other stages have nothing to "
-        "gather in a pass.",
+        "units gathered ahead of the one in use. Stage 3 with zero.overlap: the other stages have "
+        "nothing to gather in a pass.",
         changes="the overlap of gathering with compute, and how many whole units are alive at once",
         minimum=0,
     )

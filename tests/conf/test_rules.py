@@ -1,0 +1,392 @@
+"""The table of rules: every rule has a configuration that breaks it and one nearby that does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeroexp.config import Config, compose
+from zeroexp.config.build import assemble, coerced, flatten
+from zeroexp.config.rules import RULES, START
+from zeroexp.errors import ConfigError
+
+FP16 = {"precision.compute": "fp16"}
+EXTERNAL = {"model.kind": "external", "model.target": "a.b:C"}
+
+# What breaks, the key that is reported, words of the message, and what mends it.
+CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
+    (
+        {"data.batch_size": 16, "data.micro_batch_size": 2, "trainer.devices": 2},
+        "data.batch_size",
+        "16 is not 2 x 2 x 1",
+        {"data.batch_size": 4},
+    ),
+    (
+        {"data.batch_size": 7, "trainer.devices": 2},
+        "data.batch_size",
+        "7 is not divisible by 2",
+        {"data.batch_size": 8},
+    ),
+    (
+        {"zero.shard_size": 2, "trainer.devices": 2, "zero.stage": 2},
+        "zero.shard_size",
+        "no meaning at stage 2",
+        {"zero.stage": 3},
+    ),
+    (
+        {"zero.shard_size": 4, "zero.stage": 3, "trainer.devices": 6},
+        "zero.shard_size",
+        "6 ranks = replicate 1.5 x shard 4; use 1, 2, 3 or 6",
+        {"zero.shard_size": 3},
+    ),
+    (
+        {"precision.master": "none", **FP16},
+        "precision.master",
+        "fp16",
+        {"precision.master": "fp32"},
+    ),
+    ({"precision.master": "none"}, "precision.master", "bf16_pure", {"precision.compute": "bf16"}),
+    (
+        {"precision.master": "fp32", "precision.compute": "fp64"},
+        "precision.master",
+        "narrower",
+        {"precision.master": "auto"},
+    ),
+    (
+        {"precision.compute": "bf16", "precision.loss_scale.mode": "dynamic"},
+        "precision.loss_scale.mode",
+        "bf16 has the range of fp32",
+        FP16,
+    ),
+    (
+        {"precision.nonfinite": "apply", **FP16},
+        "precision.nonfinite",
+        "overflowed gradients",
+        {"precision.nonfinite": "skip"},
+    ),
+    (
+        {"precision.loss_scale.floor": 8.0, "precision.loss_scale.init": 4.0, **FP16},
+        "precision.loss_scale.floor",
+        "8 is above the first scale",
+        {"precision.loss_scale.floor": 4.0},
+    ),
+    *(
+        (
+            {f"precision.loss_scale.{name}": value},
+            f"precision.loss_scale.{name}",
+            "does nothing: no loss scale with compute=auto",
+            FP16,
+        )
+        for name, value in {
+            "init": 8.0,
+            "growth": 4.0,
+            "backoff": 0.25,
+            "interval": 5,
+            "hysteresis": 1,
+            "floor": 2.0,
+        }.items()
+    ),
+    *(
+        (
+            {f"precision.loss_scale.{name}": value, "precision.loss_scale.mode": "static", **FP16},
+            f"precision.loss_scale.{name}",
+            "does nothing with mode=static",
+            {"precision.loss_scale.mode": "dynamic"},
+        )
+        for name, value in {
+            "growth": 4.0,
+            "backoff": 0.25,
+            "interval": 5,
+            "hysteresis": 1,
+            "floor": 2.0,
+        }.items()
+    ),
+    ({"model.heads": 3}, "model.heads", "128 = heads 3 x 42.67", {"model.heads": 8}),
+    ({"model.dim": 12}, "model.heads", "a head of 3 cannot be turned", {"model.dim": 16}),
+    (
+        {"model.kv_heads": 3},
+        "model.kv_heads",
+        "4 heads = kv_heads 3 x group 1.333",
+        {"model.kv_heads": 2},
+    ),
+    (
+        {"model.mlp_ratio": 2.01},
+        "model.mlp_ratio",
+        "hidden = 2.01 x 128 = 257.28; use model.hidden=257",
+        {"model.mlp_ratio": 2.5},
+    ),
+    (
+        {"model.mlp_ratio": 2.0, "model.hidden": 100},
+        "model.mlp_ratio",
+        "hidden 100 disagree",
+        {"model.hidden": 256},
+    ),
+    (
+        {"model.positions": "learned", "data.seq_len": 2048},
+        "model.max_seq_len",
+        "1024 rows are fewer than data.seq_len 2048",
+        {"model.max_seq_len": 2048},
+    ),
+    (
+        {"model.max_seq_len": 64},
+        "model.max_seq_len",
+        "positions=rotary",
+        {"model.positions": "learned", "data.seq_len": 64},
+    ),
+    ({"model.kind": "external"}, "model.target", "is missing", {"model.target": "a.b:C"}),
+    (
+        {"model.kind": "external", "model.target": "a.b.C"},
+        "model.target",
+        "a.b.C is not an import path. Wanted package.module:Class",
+        {"model.target": "a.b:C"},
+    ),
+    (
+        {"recompute.kind": "full", **EXTERNAL},
+        "recompute.kind",
+        "torch.utils.checkpoint",
+        {"recompute.kind": "none"},
+    ),
+    (
+        {"trainer.max_steps": 0},
+        "trainer.max_steps",
+        "0 steps train nothing",
+        {"trainer.max_steps": 1},
+    ),
+    ({"trainer.max_steps": -1}, "trainer.max_steps", "sets no end", {"trainer.max_epochs": 1}),
+    (
+        {"trainer.val_every": 5, "trainer.val_batches": 0},
+        "trainer.val_every",
+        "val_batches=0",
+        {"trainer.val_batches": 1},
+    ),
+    (
+        {"trainer.val_every": 5, "data.val_fraction": 0.0},
+        "trainer.val_every",
+        "val_fraction=0",
+        {"data.val_fraction": 0.1},
+    ),
+    (
+        {"schedule.kind": "linear", "trainer.max_steps": -1, "trainer.max_epochs": 2},
+        "schedule.total_steps",
+        "linear has no end",
+        {"schedule.total_steps": 10},
+    ),
+    (
+        {"schedule.kind": "warmup_cosine", "schedule.warmup_steps": 100},
+        "schedule.warmup_steps",
+        "100 leave no step of 100",
+        {"schedule.warmup_steps": 99},
+    ),
+    (
+        {"schedule.kind": "one_cycle", "schedule.warmup_steps": 51},
+        "schedule.warmup_steps",
+        "51 up and 51 down do not fit into 100 steps. Use at most 50",
+        {"schedule.warmup_steps": 50},
+    ),
+    ({"data.kind": "text"}, "data.path", "is missing for data=text", {"data.path": "a"}),
+    ({"data.kind": "memmap"}, "data.path", "is missing for data=memmap", {"data.path": "a"}),
+    (
+        {"launch.kind": "external", "launch.retries": 1},
+        "launch.retries",
+        "--max-restarts",
+        {"launch.retries": 0},
+    ),
+    # Keys of another kind of their section.
+    (
+        {"optim.kind": "sgd", "optim.betas": [0.5, 0.5]},
+        "optim.betas",
+        "It belongs to adamw, adam, lion",
+        {"optim.kind": "lion"},
+    ),
+    (
+        {"optim.kind": "lion", "optim.eps": 1.0},
+        "optim.eps",
+        "does nothing with optim.kind=lion",
+        {"optim.kind": "adagrad"},
+    ),
+    (
+        {"optim.momentum": 0.9},
+        "optim.momentum",
+        "does nothing with optim.kind=adamw",
+        {"optim.kind": "sgd"},
+    ),
+    (
+        {"schedule.total_steps": 9},
+        "schedule.total_steps",
+        "schedule.kind=constant",
+        {"schedule.kind": "linear"},
+    ),
+    (
+        {"schedule.min_ratio": 0.1},
+        "schedule.min_ratio",
+        "schedule.kind=constant",
+        {"schedule.kind": "inverse_sqrt"},
+    ),
+    *(
+        (
+            {key: value, **EXTERNAL},
+            key,
+            "does nothing with model.kind=external",
+            {"model.kind": "mlp", "model.target": None},
+        )
+        for key, value in {
+            "model.vocab_size": 300,
+            "model.dim": 64,
+            "model.layers": 2,
+            "model.mlp_ratio": 2.0,
+            "model.hidden": 64,
+            "model.bias": True,
+        }.items()
+    ),
+    *(
+        (
+            {key: value, "model.kind": "mlp"},
+            key,
+            "does nothing with model.kind=mlp",
+            {"model.kind": "gpt"},
+        )
+        for key, value in {
+            "model.heads": 2,
+            "model.kv_heads": 1,
+            "model.norm": "layernorm",
+            "model.positions": "learned",
+            "model.tied": False,
+            "model.dropout": 0.1,
+            "model.activation": "swiglu",
+        }.items()
+    ),
+    (
+        {"model.max_seq_len": 256, "model.kind": "mlp"},
+        "model.max_seq_len",
+        "does nothing with model.kind=mlp",
+        {"model.kind": "gpt", "model.positions": "learned"},
+    ),
+    (
+        {"model.target": "a.b:C"},
+        "model.target",
+        "does nothing with model.kind=gpt",
+        {"model.kind": "external"},
+    ),
+    ({"model.kwargs.a": 1}, "model.kwargs", "does nothing with model.kind=gpt", EXTERNAL),
+    ({"data.path": "a"}, "data.path", "does nothing with data.kind=stdlib", {"data.kind": "text"}),
+    (
+        {"data.dtype": "int32", "data.kind": "text", "data.path": "a"},
+        "data.dtype",
+        "belongs to memmap",
+        {"data.kind": "memmap"},
+    ),
+    (
+        {"checkpoint.every": 5},
+        "checkpoint.every",
+        "checkpoint.kind=none",
+        {"checkpoint.kind": "full"},
+    ),
+    (
+        {"checkpoint.keep": 5},
+        "checkpoint.keep",
+        "checkpoint.kind=none",
+        {"checkpoint.kind": "full"},
+    ),
+]
+
+
+def name_of(case: tuple[dict[str, Any], str, str, dict[str, Any]]) -> str:
+    return ",".join(f"{k}={v}" for k, v in case[0].items())
+
+
+@pytest.mark.parametrize(("broken", "key", "words", "mend"), CASES, ids=map(name_of, CASES))
+def test_a_combination_that_cannot_run_is_refused_and_its_neighbour_is_not(
+    broken: dict[str, Any], key: str, words: str, mend: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_mapping(broken)
+    (problem,) = caught.value.problems
+    assert problem.key == key
+    assert words in f"{problem.problem} {problem.fix}"
+    Config.from_mapping({**broken, **mend})
+
+
+def unchecked(partial: dict[str, Any]) -> Config:
+    leaves, problems = flatten(partial)
+    values, more = coerced(leaves)
+    assert not problems + more
+    return assemble(values, Config())
+
+
+def test_every_rule_has_a_case() -> None:
+    configs = [unchecked(case[0]) for case in CASES] + [unchecked({"trainer.devices": 5})]
+    missing = [
+        (rule.key, rule.why)
+        for rule in RULES
+        if rule.scope != START and not any(rule.broken(config) for config in configs)
+    ]
+    assert missing == []
+
+
+def test_no_rule_is_broken_by_the_defaults() -> None:
+    assert [rule.why for rule in RULES if rule.scope != START and rule.broken(Config())] == []
+
+
+def test_every_rule_reads_the_keys_it_names() -> None:
+    from zeroexp.config.tree import KEYS
+
+    assert [path for rule in RULES for path in (*rule.reads, rule.key) if path not in KEYS] == []
+
+
+# ------------------------------------------------------- rules of a run that starts on this machine
+def refused(argv: list[str]) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        compose(argv, environ={})
+    compose(argv, environ={}, start=False)  # a plan is made for another machine
+    return {p.key: f"{p.problem} {p.fix}" for p in caught.value.problems}
+
+
+def test_a_missing_data_path_is_named_absolute_with_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = refused(["data=text", "data.path=corpus/a.txt"])
+    assert "corpus/a.txt does not exist" in found["data.path"]
+    assert f"{tmp_path}/corpus/a.txt from {tmp_path}" in found["data.path"]
+
+
+def test_an_empty_data_file(tmp_path: Path) -> None:
+    (tmp_path / "empty.bin").touch()
+    found = refused(["data=memmap", f"data.path={tmp_path}/empty.bin"])
+    assert "empty.bin is empty" in found["data.path"]
+
+
+def test_data_that_exists_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    compose(["data=text", f"data.path={tmp_path}"], environ={})
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+    found = refused([f"checkpoint.resume={tmp_path}/nowhere"])
+    assert "does not exist" in found["checkpoint.resume"]
+    compose([f"checkpoint.resume={tmp_path}"], environ={})
+    compose(["checkpoint.resume=auto"], environ={})
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = refused(["trainer=gpu"])
+    assert "no NVIDIA device is visible" in found["trainer.accelerator"]
+
+
+def test_several_nodes_cannot_be_started_from_one() -> None:
+    found = refused(["trainer.num_nodes=2"])
+    assert "torchrun --nnodes 2" in found["trainer.num_nodes"]
+
+
+def test_a_logger_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else real(name, *a)
+    )
+    found = refused(["logger=wandb"])
+    assert found["logger.kinds"] == "wandb is not installed. pip install 'zeroexp[wandb]'."
