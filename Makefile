@@ -8,11 +8,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
-CPP := $(sort $(shell find csrc tests/native -name '*.cpp' -o -name '*.hpp' 2>/dev/null))
-PY := zeroexp strategies conf experiments tests benchmarks train.py
+CPP := $(sort $(shell find csrc tests/native -name '*.[chi]pp' -o -name '*.inl' 2>/dev/null))
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: venv train test lint format native-test clean
+.PHONY: venv train test lint types format clean
 
 # Two stamps: a change of the lock refills the environment, a change of C++ only rebuilds the extension.
 venv: $(VENV)/.installed
@@ -34,11 +33,17 @@ train: venv
 test: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
-lint: venv
+lint: venv types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
+
+# mypy finds modules by their path only: lay the source folders out as they are installed.
+types: venv
+	rm -rf build/types && mkdir -p build/types/zeroexp
+	ln -s $(CURDIR)/zeroexp/* build/types/zeroexp/
+	ln -s $(CURDIR)/strategies $(CURDIR)/conf $(CURDIR)/experiments build/types/zeroexp/
+	cd build/types && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml -p zeroexp
 
 format: venv
 	$(BIN)/ruff check --fix-only .

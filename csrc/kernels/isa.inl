@@ -50,8 +50,9 @@ struct AdamLanes {
         from_grad(!(a.one_minus_beta1 < 0.5f)) {}
 };
 
-// One vector of elements. The operations and their rounding are those of torch's foreach and for-loop AdamW on a
-// machine with FMA, so results are equal to the last bit, not only close.
+// One vector of elements. The operations and their order are those of torch's foreach and for-loop AdamW on a machine
+// with FMA: the moments are equal to the last bit; the parameter too, but for torch's square root, which rounds less
+// well (MKL's).
 template <Type G, Type C, bool kL2>
 inline void adam_vector(const AdamLanes& s, float* param, float* exp_avg, float* exp_avg_sq,
                         const typename Element<G>::Raw* grad, std::uint16_t* copy) {

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -22,12 +23,16 @@ using namespace zeroexp;
 int failures = 0;
 int checks = 0;
 
-void check(bool ok, const std::string& what) {
+// The message is put together only when it is needed: there are millions of checks.
+template <class... Parts>
+void check(bool ok, const Parts&... message) {
   ++checks;
-  if (!ok) {
-    ++failures;
-    if (failures <= 20) std::fprintf(stderr, "FAILED: %s\n", what.c_str());
-  }
+  if (ok) return;
+  ++failures;
+  if (failures > 20) return;
+  std::ostringstream text;
+  (text << ... << message);
+  std::fprintf(stderr, "FAILED: %s\n", text.str().c_str());
 }
 
 bool same(float a, float b) {
@@ -126,12 +131,12 @@ void test_adam(const KernelTable& table) {
           run_adam(table, a, size, bf16 ? Type::bf16 : Type::f32, Type::bf16, l2, 1);
           for (std::size_t i = 0; i < size; ++i) {
             expected_step(a, l2, want.grad[i], want.param[i], want.exp_avg[i], want.exp_avg_sq[i]);
-            check(same(s.param[i], want.param[i]), what + " param " + std::to_string(i));
-            check(same(s.exp_avg[i], want.exp_avg[i]), what + " exp_avg " + std::to_string(i));
-            check(same(s.exp_avg_sq[i], want.exp_avg_sq[i]), what + " exp_avg_sq " + std::to_string(i));
+            check(same(s.param[i], want.param[i]), what, " param ", i);
+            check(same(s.exp_avg[i], want.exp_avg[i]), what, " exp_avg ", i);
+            check(same(s.exp_avg_sq[i], want.exp_avg_sq[i]), what, " exp_avg_sq ", i);
             const float error = std::fabs(from_upper_half(copy[i]) - s.param[i]);
             const bool finite = std::isfinite(s.param[i]) && std::fabs(s.param[i]) < 1e38f;
-            check(!finite || error <= std::ldexp(std::fabs(s.param[i]), -8) || error < 1e-40f, what + " copy");
+            check(!finite || error <= std::ldexp(std::fabs(s.param[i]), -8) || error < 1e-40f, what, " copy");
           }
         }
       }
@@ -159,7 +164,7 @@ void test_threads_and_cuts(const KernelTable& table) {
     const State other = step(chunk, threads);
     bool equal = true;
     for (std::size_t i = 0; i < size; ++i) equal = equal && same(whole.param[i], other.param[i]);
-    check(equal, std::string(table.name) + " chunks of " + std::to_string(chunk));
+    check(equal, table.name, " chunks of ", chunk);
   }
 }
 
@@ -180,11 +185,11 @@ void test_sums(const KernelTable& table) {
     }
     const double got = run_sum_squares(table, x.data(), size, Type::f32, 1);
     const double got_wide = run_sum_squares(table, wide.data(), size, Type::f64, 2);
-    check(std::fabs(static_cast<double>(got - want)) <= 1e-13 * static_cast<double>(want), what + " sum_squares");
-    check(std::fabs(static_cast<double>(got_wide - want_wide)) <= 1e-13 * static_cast<double>(want_wide),
-          what + " sum_squares f64");
-    check(got == run_sum_squares(table, x.data(), size, Type::f32, 4), what + " sum_squares threads");
-    check(got == run_sum_squares(baseline_table(), x.data(), size, Type::f32, 1), what + " sum_squares baseline");
+    check(std::fabs(static_cast<double>(got - want)) <= 1e-13 * static_cast<double>(want), what, " sum_squares");
+    check(std::fabs(static_cast<double>(got_wide - want_wide)) <= 1e-13 * static_cast<double>(want_wide), what,
+          " sum_squares f64");
+    check(got == run_sum_squares(table, x.data(), size, Type::f32, 4), what, " sum_squares threads");
+    check(got == run_sum_squares(baseline_table(), x.data(), size, Type::f32, 1), what, " sum_squares baseline");
 
     std::vector<float> sum(size);
     run_sum_into(table, sum.data(), {x.data(), y.data(), x.data()}, size, Type::f32, 2);
@@ -193,9 +198,9 @@ void test_sums(const KernelTable& table) {
     std::vector<float> in_place = x;
     run_sum_into(table, in_place.data(), {y.data(), in_place.data()}, size, Type::f32, 1);
     for (std::size_t i = 0; i < size; ++i) {
-      check(same(sum[i], x[i] + y[i] + x[i]), what + " sum_into");
-      check(sum_wide[i] == wide[i] + wide[i] + wide[i], what + " sum_into f64");
-      check(same(in_place[i], y[i] + x[i]), what + " sum_into in place");
+      check(same(sum[i], x[i] + y[i] + x[i]), what, " sum_into");
+      check(sum_wide[i] == wide[i] + wide[i] + wide[i], what, " sum_into f64");
+      check(same(in_place[i], y[i] + x[i]), what, " sum_into in place");
     }
   }
 }

@@ -75,9 +75,10 @@ def adamw_(
     number of elements. ``step`` counts from 1. ``decoupled=False`` adds ``weight_decay * p`` to the
     gradient instead (torch.optim.Adam).
 
-    Compiled kernels of every instruction set give the bits of torch's foreach and for-loop
-    optimizers on a CPU with FMA, for any number of threads, any size and any cut of a tensor into
-    pieces. Autograd does not see the writes.
+    Kernels of every instruction set give the same bits, for any number of threads, any size and any
+    cut of a tensor into pieces: the moments are those of torch's foreach optimizer on a CPU with
+    FMA, the parameter is within the rounding of torch's square root, which is not exact (torch's
+    fused kernel: within one ulp of max(|p|, |update|)). Autograd does not see the writes.
 
     Raises TypeError and ValueError that name the argument.
     """
