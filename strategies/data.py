@@ -84,3 +84,11 @@ class TokenDataModule(pl.LightningDataModule):
             whole_steps = counts.processed // saved * trainer.accumulate_grad_batches
             counts.ready = counts.started = counts.processed = whole_steps
             counts.completed = max(0, whole_steps - behind)
+
+
+def data_for(module: pl.LightningModule, config: Config) -> TokenDataModule | None:
+    """The data module to train ``module`` with, or None where it has a ``train_dataloader``
+    itself."""
+    if type(module).train_dataloader is not pl.LightningModule.train_dataloader:
+        return None
+    return TokenDataModule(config)
