@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +36,9 @@ from zeroexp.zero.residency import Direction, Residency
 from zeroexp.zero.segment import SegmentState, Surroundings
 from zeroexp.zero.stepper import Stepper
 from zeroexp.zero.unit import Life, UnitState
+
+
+_LOG = logging.getLogger("zeroexp")
 
 
 class Engine:
@@ -167,7 +171,7 @@ class Engine:
         for module in root_module.modules():
             table = {
                 name: owners[id(self.model.place[id(p)][0])]
-                for name, p in module._parameters.items()
+                for name, p in dict.items(module._parameters)
                 if p is not None
             }
             if table:
@@ -445,8 +449,12 @@ class Engine:
                 f"part){origin}. Set precision.nonfinite=skip to skip such steps; look for a division by zero, a log of "
                 "zero, or a learning rate that is too high."
             )
+        before = self.scale.value
         self.scale.update(overflow=True, culprit=name)
         self.skipped_steps += 1
+        if self.rank == 0:
+            change = f"loss scale {before:g} -> {self.scale.value:g}" if self.scale.dynamic else "not finite"
+            _LOG.warning("step %d skipped: gradients overflow, %s", self.global_steps, change)
         self.ledger.mark_step()
 
     def zero_grad(self, optimizer: Optimizer | None = None) -> None:

@@ -20,7 +20,7 @@ def _entries(module: nn.Module) -> Iterator[tuple[str, nn.Parameter | Tensor]]:
     """Names and tensors in the order of ``module.state_dict()``, without asking for values."""
     for path, sub in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
-        for name, param in sub._parameters.items():
+        for name, param in dict.items(sub._parameters):
             if param is not None:
                 yield prefix + name, param
         for name, buffer in sub._buffers.items():

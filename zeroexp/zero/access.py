@@ -42,7 +42,7 @@ class GuardedParameters(dict[str, Any]):
     def __init__(
         self, plain: Mapping[str, Any], owners: Mapping[str, Owner], guards: Guards
     ) -> None:
-        super().__init__(plain)
+        super().__init__(dict.items(plain) if isinstance(plain, dict) else plain)
         self.owners = dict(owners)
         self.guards = guards
 
@@ -53,16 +53,30 @@ class GuardedParameters(dict[str, Any]):
         return super().__getitem__(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name in self.owners and value is not super().__getitem__(name):
+        owner = self.owners.get(name)
+        if owner is not None and value is not super().__getitem__(name):
+            if owner.transferable:  # a model under construction ties its weights
+                del self.owners[name]
+                super().__setitem__(name, value)
+                return
             raise ModelError(
                 f"parameter {name} is managed by a zeroexp engine and cannot be replaced; write into it inside "
                 "zeroexp.gathered(parameter, modify_rank=0), or build the engine after the change."
             )
         super().__setitem__(name, value)
 
+    def items(self) -> Any:
+        """Iteration reads values too: ``for p in module.parameters()``."""
+        for name in self:
+            yield name, self[name]
+
+    def values(self) -> Any:
+        for name in self:
+            yield self[name]
+
     def _plain_copy(self, memo: dict[int, Any] | None = None) -> dict[str, Any]:
         with whole(self.owners.values()):
-            return copy.deepcopy(dict(self.items()), memo)
+            return copy.deepcopy(dict(dict.items(self)), memo)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return self._plain_copy(memo)
@@ -140,22 +154,30 @@ class _GuardedApply:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = memo.get(id(self._module))
-        return MethodType(type(self._module)._apply, twin) if twin is not None else no_hook
+        return _own_apply(twin) if twin is not None else no_hook
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MethodType, (type(self._module)._apply, self._module)
+        return _own_apply, (self._module,)
+
+
+def _own_apply(module: nn.Module) -> MethodType:
+    """``module._apply`` as its class defines it."""
+    return MethodType(type(module)._apply, module)
 
 
 class Guards:
     """Installs and removes the guards of one engine (or of a sharded build)."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_remove: Callable[[], None] = lambda: None) -> None:
         self._modules: list[nn.Module] = []
         self._handles: list[RemovableHandle] = []
+        self._on_remove = on_remove
 
     def install(self, module: nn.Module, owners: Mapping[str, Owner]) -> None:
         """Guard the direct parameters of ``module`` named in ``owners``."""
-        module.__dict__["_parameters"] = GuardedParameters(module._parameters, owners, self)
+        table = module._parameters
+        before = table.owners if isinstance(table, GuardedParameters) else {}
+        module.__dict__["_parameters"] = GuardedParameters(table, {**before, **owners}, self)
         module.__dict__["_apply"] = _GuardedApply(module)
         self._modules.append(module)
         everyone = list(owners.values())
@@ -192,6 +214,7 @@ class Guards:
         for handle in self._handles:
             handle.remove()
         for module in self._modules:
-            module.__dict__["_parameters"] = dict(module._parameters.items())
+            module.__dict__["_parameters"] = dict(dict.items(module._parameters))
             module.__dict__.pop("_apply", None)
         self._handles, self._modules = [], []
+        self._on_remove()

@@ -64,7 +64,7 @@ class ShardedModel:
 
     def _collect(self, groups: Mapping[int, int]) -> list[ParamSpec]:
         names: dict[int, list[str]] = {}
-        for name, param in self.module.named_parameters(remove_duplicate=False):
+        for name, param in raw_parameters(self.module):
             names.setdefault(id(param), []).append(name)
             if len(names[id(param)]) == 1:
                 self.params[name] = param
@@ -152,10 +152,6 @@ class ShardedModel:
     def trainable_segments(self) -> list[SegmentState]:
         return [s for s in self.segments if s.spec.trainable]
 
-    def names_of(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        """All names, tied ones included, with their parameter."""
-        yield from module.named_parameters(remove_duplicate=False)
-
     def master_whole(self, segment: SegmentState) -> Tensor:
         """The segment's values ``[size]`` as the optimizer sees them, on every rank (collective)."""
         if not segment.has_master_copy and not segment.sharded:
@@ -191,3 +187,11 @@ class ShardedModel:
             for unit in opened:
                 if unit.pins == 0:
                     unit.release()
+
+
+def raw_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """``module.named_parameters(remove_duplicate=False)`` without making anything whole."""
+    for path, sub in module.named_modules(remove_duplicate=False):
+        for name, param in dict.items(sub._parameters):
+            if param is not None:
+                yield (f"{path}.{name}" if path else name), param

@@ -1,0 +1,204 @@
+"""Models whose parameters are born sharded: a model that does not fit one rank can still be built.
+
+The model's own constructors run as they are, with real memory and the random numbers they always draw. As soon as a
+repeated block (an element of a ``ModuleList`` or ``Sequential``) is complete, each rank keeps its slice. Initialisation
+that runs later over the finished model finds each block whole again when it touches it, one block at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from zeroexp.comm import World
+from zeroexp.config import Config
+from zeroexp.layout import ParamSpec, Segment, make_unit
+from zeroexp.ledger import Ledger
+from zeroexp.placement import STAGES
+from zeroexp.zero.access import GuardedParameters, Guards
+from zeroexp.zero.placeholder import Placeholders
+from zeroexp.zero.registry import register
+
+
+class _Part:
+    """The parameters of one dtype in a block: a shard, and for a while the whole."""
+
+    def __init__(self, segment: Segment, params: Sequence[nn.Parameter], world: World, tag: int) -> None:
+        self._segment, self._params, self._world, self._tag = segment, list(params), world, tag
+        first = params[0]
+        lo, hi = segment.bounds(world.gather.index)
+        self._own = slice(lo, hi)
+        self._shard = torch.empty(hi - lo, dtype=first.dtype, device=first.device)
+        self._placeholders = Placeholders(
+            [s.spec.shape for s in segment.slots], first.dtype, first.device
+        )
+        flat = first.data.new_zeros(segment.size)
+        for param, view in zip(self._params, self._views(flat), strict=True):
+            view.copy_(param.data)
+        self._keep(flat)
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        return [flat[s.offset : s.stop].view(s.spec.shape) for s in self._segment.slots]
+
+    def _keep(self, flat: Tensor) -> None:
+        """Rank 0's values count; keep this rank's slice."""
+        self._world.control.broadcast(
+            flat, source=0, tag=self._tag, what="initial values of a sharded block"
+        ).wait()
+        self._shard.copy_(flat[self._own])
+        self._placeholders.show(self._params)
+
+    def open(self) -> None:
+        self._placeholders.check([s.spec.name for s in self._segment.slots])
+        flat = self._shard.new_empty(self._segment.size)
+        self._world.gather.all_gather(
+            flat, self._shard, tag=self._tag, what="all-gather of a block under construction"
+        ).wait()
+        for param, view in zip(self._params, self._views(flat), strict=True):
+            param.data = view
+
+    def close(self, edit: bool) -> None:
+        if not edit:
+            self._placeholders.show(self._params)
+            return
+        flat = self._shard.new_zeros(self._segment.size)
+        for param, view in zip(self._params, self._views(flat), strict=True):
+            view.copy_(param.data)
+        self._keep(flat)
+
+
+class BornUnit:
+    """One block under construction. See :class:`zeroexp.zero.access.Owner`."""
+
+    transferable = True
+
+    def __init__(self, session: Session, named: Mapping[str, nn.Parameter], number: int) -> None:
+        self._session = session
+        self._depth = 0
+        specs = [
+            ParamSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
+            for name, p in named.items()
+        ]
+        unit = make_unit(f"block {number}", specs, session.world.gather.size)
+        self._parts = [
+            _Part(s, [named[slot.spec.name] for slot in s.slots], session.world, 1 + k)
+            for k, s in enumerate(unit.segments)
+        ]
+
+    @property
+    def world(self) -> World:
+        return self._session.world
+
+    def touch(self) -> None:
+        self._session.visit(self)
+
+    @contextmanager
+    def whole(self, *, edit: bool) -> Iterator[None]:
+        self.open()
+        try:
+            yield
+        finally:
+            self.close(edit)
+
+    def open(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            for part in self._parts:
+                part.open()
+
+    def close(self, edit: bool) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            for part in self._parts:
+                part.close(edit)
+
+
+class Session:
+    """One ``with sharded_init`` block: shards what is finished, keeps at most one block whole."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.active = True
+        self._visited: BornUnit | None = None
+        self._guards = Guards(on_remove=world.close)
+        self._num_units = 0
+
+    def registered(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        """torch's hook: ``module`` becomes a child of ``parent``."""
+        if module is None or not name.isdigit() or not self.active:
+            return
+        named: dict[str, nn.Parameter] = {}
+        table: dict[int, tuple[nn.Module, list[str]]] = {}
+        for path, sub in module.named_modules():
+            owned = sub._parameters.owners if isinstance(sub._parameters, GuardedParameters) else {}
+            for key, param in dict.items(sub._parameters):
+                fits = param is not None and key not in owned and param.is_floating_point()
+                if fits and not param.is_meta:
+                    named[f"{path}.{key}" if path else key] = param
+                    table.setdefault(id(sub), (sub, []))[1].append(key)
+        unique = {id(p): n for n, p in reversed(named.items())}
+        if not unique:
+            return
+        self._num_units += 1
+        unit = BornUnit(self, {n: named[n] for n in sorted(unique.values(), key=list(named).index)}, self._num_units)
+        for sub, keys in table.values():
+            self._guards.install(sub, dict.fromkeys(keys, unit))
+        for param in named.values():
+            register(param, unit)
+
+    def visit(self, unit: BornUnit) -> None:
+        """``unit`` is touched: whole from now on, until another one is."""
+        if not self.active or unit is self._visited:
+            return
+        self._leave()
+        unit.open()
+        self._visited = unit
+
+    def _leave(self) -> None:
+        if self._visited is not None:
+            visited, self._visited = self._visited, None
+            visited.close(edit=True)
+
+    def end(self) -> None:
+        self._leave()
+        self.active = False
+
+
+@contextmanager
+def sharded_init(config: Config | Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Parameters of modules built inside are sharded as they are built, if ``config`` shards parameters (stage 3).
+
+    Every rank must build the same model; rank 0's values count. An engine built on the model afterwards takes the shards
+    over. Nested blocks are one. Peak memory per rank is the rank's share of the model, one block, and what lies outside of
+    repeated blocks.
+    """
+    if not isinstance(config, Config):
+        config = Config.from_mapping(config or {})
+    config = config.resolved()
+    if not STAGES[config.zero.stage].params.sharded or _nested():
+        yield
+        return
+    size = config.zero.shard_size if isinstance(config.zero.shard_size, int) else None
+    if config.zero.shard_size == "node":
+        size = config.trainer.devices
+    session = Session(
+        World.create(Ledger(), shard_size=size, timeout=float(config.launch.timeout))
+    )
+    handle = register_module_module_registration_hook(session.registered)
+    try:
+        yield
+    finally:
+        handle.remove()
+        session.end()
+
+
+def _nested() -> bool:
+    """Whether another ``sharded_init`` is open: its hook is registered."""
+    hooks = nn.modules.module._global_module_registration_hooks.values()
+    return any(isinstance(getattr(h, "__self__", None), Session) for h in hooks)
+
