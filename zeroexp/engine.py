@@ -104,16 +104,14 @@ class Engine:
             prefetch=zero.prefetch if zero.overlap else 0,
             keeps=lambda unit: reshard == "false" or (reshard == "auto" and unit is root),
         )
-        self._trainable_units = [
-            u for u in reversed(self.model.units) if u.trainable_segments
-        ]
+        self._trainable_units = self._units_with_gradients()
         self.reducer = Reducer(self._trainable_units, overlap=zero.overlap)
         self.steppers: list[Stepper] = []
         for optimizer, first in zip(self.optimizers, first_group, strict=True):
-            last = first + len(optimizer.param_groups)
-            mine = [s for s in self.model.trainable_segments if first <= s.spec.group < last]
             self.steppers.append(
-                Stepper(self._bind(optimizer), mine, first, self._around)
+                Stepper(
+                    self._bind(optimizer), self.model.trainable_segments, first, self._around
+                )
             )
         scale = self.config.precision.loss_scale
         self.scale = LossScale(
@@ -154,7 +152,7 @@ class Engine:
 
     def _attach(self) -> None:
         root_module = self.module
-        self._hooks.attach_root(root_module, self._root)
+        self._hooks.attach_root(root_module, self._root, self._forward_begins)
         owners = {id(u): EngineOwner(u, self.model, self.residency) for u in self.model.units}
         for unit in self.model.units:
             if unit.sharded and unit is not self._root:
@@ -184,6 +182,24 @@ class Engine:
                     unit.module._register_state_dict_hook(ModuleHook(owner.shut)),
                 )
 
+    def _units_with_gradients(self) -> list[UnitState]:
+        """In the order in which a plain backward completes them."""
+        return [u for u in reversed(self.model.units) if u.trainable_segments]
+
+    def _forward_begins(self) -> None:
+        """A pass starts: parameters that the user unfroze since the last one get gradients and optimizer state."""
+        fresh = self.model.thaw()
+        if not fresh:
+            return
+        for segment in fresh:
+            unit = self.model.place[id(segment.params[0])][0]
+            for slot in range(len(segment.params)):
+                self._hooks.attach_parameter(unit, segment, slot)
+        for stepper in self.steppers:
+            stepper.adopt(fresh)
+        self._trainable_units = self._units_with_gradients()
+        self.reducer.set_units(self._trainable_units)
+
     @property
     def layout(self) -> Layout:
         """Which bytes of which parameter lie where."""
@@ -211,6 +227,7 @@ class Engine:
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Around code that uses parts of the module without calling the root (Lightning's ``training_step``)."""
+        self._forward_begins()
         self.residency.enter_scope()
         failed = True
         try:
@@ -539,10 +556,6 @@ class Engine:
         """
         directory.load(self, Path(path))
 
-    def whole(self, units: Sequence[UnitState], *, edit: bool = False) -> Any:
-        """Context in which ``units`` are whole."""
-        return self.model.whole_units(units, edit=edit)
-
     def close(self, collective: bool = True) -> None:
         """End the engine's work on the module: parameters become whole and ordinary again.
 
@@ -566,10 +579,6 @@ class Engine:
                 unit.wait()
                 unit.pins += 1
             self.world.close()
-
-    def segments_of(self, params: Sequence[nn.Parameter]) -> list[SegmentState]:
-        """The segments that hold ``params``."""
-        return list({id(s): s for p in params for s in [self.model.place[id(p)][1]]}.values())
 
 
 def _as_list(optimizers: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:

@@ -73,10 +73,13 @@ class Hooks:
         self._backward_begins = backward_begins
         self._handles: list[RemovableHandle] = []
 
-    def attach_root(self, module: nn.Module, unit: UnitState | None) -> None:
+    def attach_root(
+        self, module: nn.Module, unit: UnitState | None, forward_begins: Callable[[], None]
+    ) -> None:
         """A call of the root module is a scope of its own."""
 
         def pre(_: nn.Module, args: tuple[Any, ...]) -> None:
+            forward_begins()
             self._residency.enter_scope()
             if unit is not None:
                 self._residency.need(unit)

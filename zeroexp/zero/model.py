@@ -5,12 +5,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from zeroexp.errors import ModelError, RankMismatch
-from zeroexp.layout import Layout, ParamSpec, make_layout
+from zeroexp.layout import Layout, ParamSpec, Segment, Unit, make_layout, make_unit
 from zeroexp.zero.access import GuardedParameters, Guards, Owner, whole
 from zeroexp.zero.segment import SegmentState, Surroundings
 from zeroexp.zero.unit import Life, UnitState
@@ -40,7 +41,10 @@ class ShardedModel:
         self.units: list[UnitState] = []
         self.place: dict[int, tuple[UnitState, SegmentState, int]] = {}
         """``id(parameter)`` to unit, segment and slot."""
+        self._groups = dict(groups)
+        self._num_tags = 0
         self._take_over()
+        self._frozen = self._find_frozen()
         for guard in guards:
             guard.remove()
         self._former = {}
@@ -110,21 +114,25 @@ class ShardedModel:
             )
 
     def _take_over(self) -> None:
-        tag = 0
         for unit in self.layout.units:
             segments = []
             for spec in unit.segments:
-                tag += 1
-                params = [self.params[s.spec.name] for s in spec.slots]
-                segment = SegmentState(spec, params, self.around, tag)
+                segment = self._segment(spec)
                 segment.take_over(self._flat_values(segment))
                 segments.append(segment)
             module = self.module.get_submodule(unit.name)
-            state = UnitState(unit.name, module, segments, self.around.world.rank)
-            self.units.append(state)
-            for segment in segments:
-                for slot, param in enumerate(segment.params):
-                    self.place[id(param)] = (state, segment, slot)
+            self.units.append(UnitState(unit.name, module, segments, self.around.world.rank))
+            self._index(self.units[-1])
+
+    def _segment(self, spec: Segment) -> SegmentState:
+        self._num_tags += 1
+        params = [self.params[s.spec.name] for s in spec.slots]
+        return SegmentState(spec, params, self.around, self._num_tags)
+
+    def _index(self, unit: UnitState) -> None:
+        for segment in unit.segments:
+            for slot, param in enumerate(segment.params):
+                self.place[id(param)] = (unit, segment, slot)
 
     def _flat_values(self, segment: SegmentState) -> Tensor:
         """The segment as the user built it, the same on every rank."""
@@ -141,6 +149,69 @@ class ShardedModel:
                 flat, source=0, tag=segment.tag, what="first broadcast of the parameters"
             ).wait()
         return flat
+
+    # -- unfreezing ----------------------------------------------------------------------------------------------
+
+    def _find_frozen(self) -> list[nn.Parameter]:
+        """Parameters that an optimizer holds but that were frozen when their segment was made."""
+        return [
+            p
+            for s in self.segments
+            if not s.spec.trainable
+            for p in s.params
+            if id(p) in self._groups
+        ]
+
+    def thaw(self) -> list[SegmentState]:
+        """Give parameters that were unfrozen since (``requires_grad`` set by the user) gradients and optimizer state.
+
+        They move from their frozen segment to a new one of the same unit; nothing else moves. Returns the new
+        segments. Collective: every rank must unfreeze the same parameters.
+        """
+        thawed = {id(p) for p in self._frozen if p.requires_grad}
+        if not thawed:
+            return []
+        fresh: list[SegmentState] = []
+        for unit in {id(u): u for u, _, _ in (self.place[i] for i in thawed)}.values():
+            unit.release()
+            segments = []
+            for old in unit.segments:
+                if old.spec.trainable or not any(id(p) in thawed for p in old.params):
+                    segments.append(old)
+                    continue
+                parts = self._split(old, thawed)
+                segments += parts
+                fresh += [s for s in parts if s.spec.trainable]
+            unit.set_segments(segments)
+            self._index(unit)
+        units = tuple(
+            Unit(u.name, tuple(s.spec for s in u.segments)) for u in self.units
+        )
+        self.layout = Layout(units, self.layout.shards)
+        self._frozen = self._find_frozen()
+        return fresh
+
+    def _split(self, old: SegmentState, thawed: set[int]) -> list[SegmentState]:
+        flat = self.master_whole(old)
+        specs = [
+            replace(
+                slot.spec,
+                trainable=id(p) in thawed,
+                group=self._groups.get(id(p), -1),
+            )
+            for slot, p in zip(old.spec.slots, old.params, strict=True)
+        ]
+        old.forget()
+        parts = []
+        for spec in make_unit(old.spec.unit, specs, self.layout.shards).segments:
+            segment = self._segment(spec)
+            values = flat.new_zeros(spec.size)
+            for slot in spec.slots:
+                at = next(s for s in old.spec.slots if s.spec.name == slot.spec.name)
+                values[slot.offset : slot.stop].copy_(flat[at.offset : at.stop])
+            segment.take_over(values)
+            parts.append(segment)
+        return parts
 
     # -- look-up -------------------------------------------------------------------------------------------------
 

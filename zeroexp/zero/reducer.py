@@ -19,8 +19,7 @@ class Reducer:
     """The gradient side of one engine."""
 
     def __init__(self, units: Sequence[UnitState], *, overlap: bool) -> None:
-        self.order = UseOrder(units)
-        self._units = list(units)
+        self.set_units(units)
         self._overlap = overlap
         self._ready: set[int] = set()
         self._turn = 0
@@ -28,6 +27,11 @@ class Reducer:
         self._flying: list[UnitState] = []
         self.reducing = False
         """Whether gradients of the running backward are reduced in it."""
+
+    def set_units(self, units: Sequence[UnitState]) -> None:
+        """The units that have gradients, in the order in which a backward completes them."""
+        self.order = UseOrder(units)
+        self._units = list(units)
 
     def begin(self, *, reduce: bool, divisor: float, divide_on_arrival: bool) -> None:
         """A backward begins."""

@@ -35,7 +35,7 @@ class Stepper:
         self, face: Face, segments: Sequence[SegmentState], first_group: int, around: Surroundings
     ) -> None:
         self.face = face
-        self.segments = list(segments)
+        self.segments: list[SegmentState] = []
         self._first_group = first_group
         self._around = around
         cut = around.placement.optim.sharded and around.world.gather.size > 1
@@ -47,8 +47,15 @@ class Stepper:
             )
         self._whole = whole
         self.histories: dict[int, History] = {}
-        for segment in self.segments:
-            self.reset_history(segment)
+        self.adopt(segments)
+
+    def adopt(self, segments: Sequence[SegmentState]) -> None:
+        """Take over those of ``segments`` that belong to groups of this optimizer."""
+        last = self._first_group + len(self.optimizer.param_groups)
+        for segment in segments:
+            if self._first_group <= segment.spec.group < last:
+                self.segments.append(segment)
+                self.reset_history(segment)
 
     def reset_history(self, segment: SegmentState) -> None:
         """All parameters of ``segment`` share one history again."""

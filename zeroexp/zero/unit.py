@@ -34,7 +34,6 @@ class UnitState:
     def __init__(self, name: str, module: nn.Module, segments: list[SegmentState], rank: int) -> None:
         self.name = name
         self.module = module
-        self.segments = segments
         self.rank = rank
         self.flow = Flow.ACCUMULATING
         self.pins = 0
@@ -45,9 +44,14 @@ class UnitState:
         self._seen: set[tuple[int, int]] = set()
         self._pending: list[Pending] = []
         self._finish: list[Callable[[], None]] = []
+        self.set_segments(segments)
+        self.life = Life.SHARDED if self._sharded else Life.WHOLE
+
+    def set_segments(self, segments: list[SegmentState]) -> None:
+        """Replace the segments; their parameters must be released (or replicated)."""
+        self.segments = segments
         self._sharded = [s for s in segments if s.sharded]
         self._trainable = [s for s in segments if s.spec.trainable]
-        self.life = Life.SHARDED if self._sharded else Life.WHOLE
 
     @property
     def label(self) -> str:
