@@ -237,6 +237,8 @@ class Measurement(Callback):
             ledger = self._engine(trainer).ledger
             figures.state_bytes = ledger.state_bytes()
             figures.padding_bytes = ledger.padding_bytes()
+            # No state lives in files yet: nothing is read or written in a step.
+            figures.io_bytes_per_step = {"read": 0, "written": 0}
         times = self.clock.times()
         figures.tokens_per_s = times.tokens_per_s
         figures.step_time_s = {"median": times.median, "p95": times.p95, "n": times.n}

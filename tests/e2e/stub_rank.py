@@ -38,10 +38,10 @@ def main(run_dir: str, mode: str, culprit: str = "1") -> None:
                 [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
             )
         step = 0
-        while mode != "ok" or step < 5:
+        while mode not in ("ok", "once") or step < 5:
             step += 1
             if is_culprit and step == 3:
-                if mode == "raise":
+                if mode == "raise" or (mode == "once" and context.attempt == 0):
                     raise ValueError("boom")
                 if mode == "exit":
                     os._exit(3)

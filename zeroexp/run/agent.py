@@ -9,9 +9,11 @@ coarse to tell which of two ranks failed first.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -24,71 +26,79 @@ from zeroexp.run.directory import RunDirectory
 from zeroexp.run.lifeline import PARENT, die_with_parent
 from zeroexp.run.procfs import environment_value, own_children
 
-_POLL_SECONDS = 0.02
+_DISCOVER_SECONDS = 0.02
 
 
 @dataclass
 class Exit:
     """The end of one rank. ``exit_code`` is negative for a signal, as in :mod:`subprocess`; None
-    while unknown.
+    where the agent took it away first and only the agent knows.
     """
 
     rank: int
     pid: int
-    #: seconds since the epoch, right to the polling interval (20 ms)
-    time: float
-    attempt: int
+    time: float  # seconds since the epoch
     exit_code: int | None = None
 
 
-class ExitWatch(threading.Thread):
-    """Notes how and when each rank ends, without taking the exit status away from the agent."""
+class ExitWatch:
+    """Notes how and when each rank ends, and ends those that do not follow a failed one.
 
-    def __init__(self, ranks: int) -> None:
-        super().__init__(name="zeroexp-exit-watch", daemon=True)
-        self.exits: list[Exit] = []
+    A thread per rank waits for its end without reaping it (that is the agent's to do). When one has
+    failed, the agent tells the others to end; any that is still there ``patience`` seconds later is
+    killed, whatever keeps it.
+    """
+
+    def __init__(self, ranks: int, patience: float) -> None:
         self._expected = ranks
-        self._live: dict[int, tuple[int, int]] = {}  # pid -> (rank, attempt)
-        self._known: set[int] = set()
-        self._finished = threading.Event()
-
-    def run(self) -> None:
-        while not self._finished.wait(_POLL_SECONDS):
-            if len(self._live) < self._expected:
-                self._discover()
-            self._collect()
+        self._patience = patience
+        self._lock = threading.Lock()
+        self._exits: list[Exit] = []
+        self._live: dict[int, threading.Thread] = {}  # pid -> the thread that waits for it
+        self._overdue: threading.Timer | None = None
+        threading.Thread(target=self._discover, name="zeroexp-ranks", daemon=True).start()
 
     def finish(self) -> list[Exit]:
-        """Stop watching; every end that was noted, in the order of time."""
-        self._finished.set()
-        self.join()
-        self._collect()
-        return self.exits
+        """Every end, in the order of time; the ranks have ended by now."""
+        for thread in list(self._live.values()):
+            thread.join(timeout=1)
+        if self._overdue is not None:
+            self._overdue.cancel()
+        with self._lock:
+            return list(self._exits)
 
     def _discover(self) -> None:
-        for pid in own_children():
-            if pid not in self._known:
+        while len(self._live) < self._expected:
+            for pid in own_children():
                 rank = environment_value(
                     pid, "RANK"
-                )  # unset until the child has become the rank's program
-                if rank is not None and rank.isdigit():
-                    attempt = environment_value(pid, "TORCHELASTIC_RESTART_COUNT") or "0"
-                    self._live[pid] = (int(rank), int(attempt))
-                    self._known.add(pid)
+                )  # unset until it has become the rank's program
+                if pid not in self._live and rank is not None and rank.isdigit():
+                    waiter = threading.Thread(target=self._wait, args=(pid, int(rank)), daemon=True)
+                    self._live[pid] = waiter
+                    waiter.start()
+            time.sleep(_DISCOVER_SECONDS)
 
-    def _collect(self) -> None:
-        for pid, (rank, attempt) in list(self._live.items()):
-            code: int | None = None
-            try:
-                # WNOWAIT leaves the process to be reaped by the agent
-                ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-                if ended is None:
-                    continue
+    def _wait(self, pid: int, rank: int) -> None:
+        code: int | None = None
+        with contextlib.suppress(ChildProcessError):
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            if ended is not None:
                 code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-            except ChildProcessError:
-                pass  # the agent reaped it since the last look; it knows the exit code
-            self.exits.append(Exit(rank, pid, time.time(), attempt, code))
-            del self._live[pid]
+        with self._lock:
+            self._exits.append(Exit(rank, pid, time.time(), code))
+            if code and self._overdue is None:
+                self._overdue = threading.Timer(self._patience, self._kill_rest)
+                self._overdue.daemon = True
+                self._overdue.start()
+
+    def _kill_rest(self) -> None:
+        with self._lock:
+            ended = {end.pid for end in self._exits}
+        for pid in self._live:
+            if pid not in ended:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def main(argv: list[str]) -> int:
@@ -114,15 +124,14 @@ def main(argv: list[str]) -> int:
         # runs can meet.
         "rdzv_endpoint": "localhost:0",
         "local_addr": "localhost",
-        "max_restarts": spec["retries"],
+        "max_restarts": 0,  # the driver starts a new agent, with a new store, instead
         "monitor_interval": 0.05,
-        "logs_specs": DefaultLogsSpecs(log_dir=str(directory.launch / "elastic")),
+        "logs_specs": DefaultLogsSpecs(log_dir=str(directory.elastic)),
     }
     if any(field.name == "shutdown_timeout" for field in dataclasses.fields(LaunchConfig)):
         options["shutdown_timeout"] = spec["grace"]
     os.environ[PARENT] = str(os.getpid())
-    watch = ExitWatch(spec["ranks"])
-    watch.start()
+    watch = ExitWatch(spec["ranks"], spec["grace"] + 2.0)
     codes: dict[int, int] = {}
     try:
         elastic_launch(LaunchConfig(**options), sys.executable)(*spec["command"])
@@ -135,7 +144,7 @@ def main(argv: list[str]) -> int:
         exits = watch.finish()
         for end in exits:
             if end.exit_code is None:
-                end.exit_code = codes.get(end.pid)
+                end.exit_code = codes.get(end.pid, 0)
         write_json(directory.exits, {"exits": [dataclasses.asdict(end) for end in exits]})
     return 0
 

@@ -179,6 +179,11 @@ class RunDirectory:
         return self.launch / f"stack{rank}.txt"
 
     @property
+    def elastic(self) -> Path:
+        """Scratch of torchrun's agent while the ranks run."""
+        return self.launch / "elastic"
+
+    @property
     def agent_log(self) -> Path:
         return self.launch / "agent.log"
 

@@ -27,7 +27,7 @@ from zeroexp.run.rank import Rank, log_to
 from zeroexp.run.summary import closing_lines, opening_lines
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed.distributed_c10d import Store
 
 _DIRECTORY = "zeroexp/run"
 
@@ -71,10 +71,12 @@ def run_external(composed: Composed, argv: Sequence[str], *, quiet: bool = False
 
 def _store(environment: Any, timeout: timedelta) -> Store:
     """The store of the launch: torchrun's own, or one that rank 0 serves on MASTER_PORT."""
-    from torch.distributed import DistNetworkError, rendezvous
+    from torch.distributed import DistNetworkError
+    from torch.distributed.rendezvous import rendezvous
 
     rank, world = environment.global_rank(), environment.world_size()
     try:
+        store: Store
         store, _, _ = next(rendezvous("env://", rank, world, timeout=timeout))
     except DistNetworkError as error:
         port = os.environ.get("MASTER_PORT", "?")

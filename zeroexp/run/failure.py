@@ -65,12 +65,8 @@ def collect(directory: RunDirectory) -> list[RankFailure]:
     """Every bad end of a rank that the run directory tells of, error files joined with exit
     codes.
     """
-    exits: dict[int, dict[str, object]] = {}
-    for entry in (read_json(directory.exits) or {}).get("exits", []):
-        if entry["exit_code"] != 0:
-            exits[entry["rank"]] = entry  # a later attempt replaces an earlier one
-        else:
-            exits.pop(entry["rank"], None)
+    ended = (read_json(directory.exits) or {}).get("exits", [])
+    exits: dict[int, dict[str, object]] = {e["rank"]: e for e in ended if e["exit_code"] != 0}
     found: list[RankFailure] = []
     for path in sorted(directory.errors.glob("rank*.json")) if directory.errors.is_dir() else []:
         error = read_json(path)

@@ -55,17 +55,14 @@ def forecast(config: Config) -> Forecast | None:
     """The plan of ``config`` (resolved), or None for a model that only its ranks can describe."""
     if not is_built_in(config.model):
         return None
-    prediction = predict(config, param_specs(config.model)).to_dict()
+    prediction = predict(config, param_specs(config.model))
     on_cpu = config.trainer.accelerator == "cpu"
-    states = [
-        state
-        for rank, state in prediction["state_bytes"].items()
-        if int(rank) < config.trainer.devices
-    ]
+    on_this_node = range(config.trainer.devices)
+    states = [prediction.state_bytes[rank] for rank in on_this_node]
     tiers = ("device", "cpu") if on_cpu else ("cpu",)
     needed = sum(kind.get(tier, 0) for state in states for kind in state.values() for tier in tiers)
     return Forecast(
-        predicted=prediction,
+        predicted=prediction.to_dict(),
         num_params=num_params(config.model),
         needed_bytes=needed,
         # Of a GPU nothing is known without its runtime, which the driver does not load.

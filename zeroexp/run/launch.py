@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from zeroexp.run.atomic import write_json
 from zeroexp.run.directory import RunDirectory
 from zeroexp.run.environment import for_ranks
 from zeroexp.run.failure import Verdict, verdict
-from zeroexp.run.lifeline import PARENT
+from zeroexp.run.lifeline import ATTEMPT, PARENT
 from zeroexp.run.procfs import kill_marked, oom_kills
 from zeroexp.run.terminal import Follower
 
@@ -98,26 +99,39 @@ def run_job(job: Job, out: IO[str], interrupt: Interrupt, *, quiet: bool = False
     """Run ``job`` to its end, showing rank 0's output on ``out``; never raises for what happens in
     a rank.
 
-    On return no process of the run is left.
+    After a crash or a timeout the ranks are started again, ``job.retries`` times at most, under a
+    new agent: the store of the one before still holds the addresses of ranks that are gone. On
+    return no process of the run is left.
     """
     directory = job.directory
     directory.launch.mkdir(exist_ok=True)
+    follower = Follower(directory.log(0), out, live=out.isatty(), show=not quiet)
+    for attempt in range(job.retries + 1):
+        shutil.rmtree(directory.errors, ignore_errors=True)
+        directory.exits.unlink(missing_ok=True)
+        found = _attempt(job, attempt, follower, interrupt)
+        if found.status not in (status.CRASH, status.TIMEOUT) or attempt == job.retries:
+            break
+        out.write(f"zeroexp: {found.status}: {found.reason}\n")
+        out.write(f"zeroexp: starting again, retry {attempt + 1} of {job.retries}\n")
+    return found
+
+
+def _attempt(job: Job, attempt: int, follower: Follower, interrupt: Interrupt) -> Verdict:
+    directory = job.directory
     run_id = uuid.uuid4().hex
-    write_json(
-        directory.spec,
-        {
-            "run_id": run_id,
-            "ranks": job.ranks,
-            "retries": job.retries,
-            "grace": int(GRACE_SECONDS),
-            "command": list(job.command),
-        },
-    )
+    spec = {
+        "run_id": run_id,
+        "ranks": job.ranks,
+        "grace": int(GRACE_SECONDS),
+        "command": list(job.command),
+    }
+    write_json(directory.spec, spec)
     environ = for_ranks(job.environ, run_id=run_id, threads=job.threads)
     environ[PARENT] = str(os.getpid())
+    environ[ATTEMPT] = str(attempt)
     kills_before = oom_kills()
-    follower = Follower(directory.log(0), out, live=out.isatty(), show=not quiet)
-    with open(directory.agent_log, "wb") as agent_log:
+    with open(directory.agent_log, "ab") as agent_log:
         agent = subprocess.Popen(
             [sys.executable, "-m", "zeroexp.run.agent", str(directory.path)],
             env=environ,
@@ -136,15 +150,15 @@ def run_job(job: Job, out: IO[str], interrupt: Interrupt, *, quiet: bool = False
                 agent.wait()
             kill_marked(run_id)
             follower.finish()
+            shutil.rmtree(directory.elastic, ignore_errors=True)
     if interrupt.signal is not None:
         name = signal.Signals(interrupt.signal).name
         return Verdict(status.INTERRUPTED, "Ctrl-C" if name == "SIGINT" else f"ended by {name}")
     if code == 0:
-        return Verdict(status.OK, "")
+        return Verdict(status.OK)
     kills_after = oom_kills()
-    kills = (
-        kills_after - kills_before if kills_after is not None and kills_before is not None else 0
-    )
+    known = kills_after is not None and kills_before is not None
+    kills = (kills_after or 0) - (kills_before or 0) if known else 0
     return verdict(directory, agent_code=code, oom_kills=kills)
 
 

@@ -21,6 +21,8 @@ _PR_SET_PDEATHSIG = 1
 
 #: Variable with the pid of the process that must outlive this one.
 PARENT = "ZEROEXP_LAUNCH_PARENT"
+#: Variable with the number of times the ranks of this run have been started before.
+ATTEMPT = "ZEROEXP_LAUNCH_ATTEMPT"
 
 
 def die_with_parent(expected: int | None = None) -> None:
@@ -46,7 +48,18 @@ def end_on_sigterm(grace: float, stack: Path) -> None:
     are set later (Lightning's) change the first part only.
     """
 
+    noting = threading.Lock()
+    noted = threading.Event()
+
+    def note() -> None:
+        with noting:
+            if not noted.is_set():
+                with contextlib.suppress(OSError), open(stack, "w", encoding="utf-8") as file:
+                    faulthandler.dump_traceback(file)
+                noted.set()
+
     def leave(number: int, frame: types.FrameType | None) -> None:
+        note()  # before the main thread leaves the place where the signal found it
         sys.exit(128 + number)
 
     signal.signal(signal.SIGTERM, leave)
@@ -57,8 +70,7 @@ def end_on_sigterm(grace: float, stack: Path) -> None:
     def watch() -> None:
         while data := os.read(reader, 64):
             if signal.SIGTERM in data:
-                with contextlib.suppress(OSError), open(stack, "w", encoding="utf-8") as file:
-                    faulthandler.dump_traceback(file)
+                note()
                 time.sleep(grace)
                 os._exit(128 + signal.SIGTERM)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from zeroexp.run import fault
 from zeroexp.run.directory import RunDirectory
 from zeroexp.run.launch import GRACE_SECONDS
-from zeroexp.run.lifeline import PARENT, die_with_parent, end_on_sigterm
+from zeroexp.run.lifeline import ATTEMPT, PARENT, die_with_parent, end_on_sigterm
 from zeroexp.run.terminal import FAILED_LINE, STARTED_LINE
 
 
@@ -38,7 +38,7 @@ class Rank:
             rank=int(os.environ.get("RANK", "0")),
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
-            attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            attempt=int(os.environ.get(ATTEMPT, "0")),
         )
 
 
@@ -72,8 +72,6 @@ def start_rank(run_dir: Path) -> Iterator[Rank]:
     if parent.isdigit():
         die_with_parent(int(parent))
     end_on_sigterm(GRACE_SECONDS, directory.stack(rank.rank))
-    with contextlib.suppress(FileNotFoundError):
-        directory.error(rank.rank).unlink()  # of an earlier attempt
     with recording(rank):
         yield rank
 

@@ -14,7 +14,7 @@ _PROGRESS = re.compile(r"^step +\d+(/\d+)? ")
 
 #: Written to a rank's log before its traceback; what follows is not copied to the terminal.
 FAILED_LINE = "zeroexp: this rank failed: rank "
-#: Written to a rank's log when it is started again after a crash; copying goes on from here.
+#: Written to a rank's log when it is started again after a crash; copying goes on after it.
 STARTED_LINE = "zeroexp: ranks started again: attempt "
 
 
@@ -68,10 +68,9 @@ class Follower:
         self._out.flush()
 
     def _print(self, line: str) -> None:
-        if line.startswith(FAILED_LINE):
-            self._hidden = True
-        elif line.startswith(STARTED_LINE):
-            self._hidden = False
+        if line.startswith((FAILED_LINE, STARTED_LINE)):
+            self._hidden = line.startswith(FAILED_LINE)
+            return
         if self._hidden:
             return
         self.lines += 1

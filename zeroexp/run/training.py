@@ -8,17 +8,18 @@ import logging
 import os
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
-from lightning.pytorch import Callback, Trainer, seed_everything
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from lightning.pytorch.plugins.environments import (
+from lightning.fabric.plugins.environments import (
     ClusterEnvironment,
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.strategies import Strategy
 
 from zeroexp.config import Config
 from zeroexp.config.hardware import cpu_flags
@@ -111,7 +112,7 @@ def _trainer(
         accelerator=asked.accelerator,
         devices=asked.devices,
         num_nodes=asked.num_nodes,
-        strategy=ZeroStrategy(config=config),
+        strategy=cast(Strategy, ZeroStrategy(config=config)),
         plugins=[environment],
         max_steps=asked.max_steps,
         max_epochs=asked.max_epochs if asked.max_epochs is not None else -1,

@@ -27,7 +27,7 @@ def directory(tmp_path: Path) -> RunDirectory:
 def exits(directory: RunDirectory, *ends: tuple[int, int | None, float]) -> None:
     """Write launch/exits.json: (rank, exit code, time) each."""
     entries: list[dict[str, Any]] = [
-        {"rank": rank, "pid": 100 + rank, "exit_code": code, "time": time, "attempt": 0}
+        {"rank": rank, "pid": 100 + rank, "exit_code": code, "time": time}
         for rank, code, time in ends
     ]
     write_json(directory.exits, {"exits": entries})
@@ -93,11 +93,6 @@ def test_one_rank_waiting_for_another_names_the_one_that_did_not_come(
     found = verdict(directory, agent_code=1, oom_kills=0)
     assert (found.status, found.failed_rank) == ("timeout", 1)
     assert "rank 1 did not" in found.reason and "Timed out" in found.reason
-
-
-def test_an_attempt_that_ended_well_clears_the_one_before(directory: RunDirectory) -> None:
-    exits(directory, (0, 1, 10.0), (0, 0, 20.0), (1, 5, 21.0))
-    assert verdict(directory, agent_code=1, oom_kills=0).failed_rank == 1
 
 
 def test_an_agent_without_ranks_speaks_for_itself(directory: RunDirectory) -> None:
