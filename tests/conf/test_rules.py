@@ -1,4 +1,4 @@
-"""The table of rules: every rule has a configuration that breaks it and one nearby that does not."""
+"""The table of rules: each has a configuration that breaks it and one nearby that does not."""
 
 from __future__ import annotations
 
@@ -335,7 +335,7 @@ def test_every_rule_reads_the_keys_it_names() -> None:
     assert [path for rule in RULES for path in (*rule.reads, rule.key) if path not in KEYS] == []
 
 
-# ------------------------------------------------------- rules of a run that starts on this machine
+# rules of a run that starts on this machine
 def refused(argv: list[str]) -> dict[str, str]:
     with pytest.raises(ConfigError) as caught:
         compose(argv, environ={})

@@ -72,6 +72,8 @@ def package_dir(name: str, marker: str) -> Path:
 def _register_schemas() -> None:
     """The typed defaults under ``schema/``, where they are not listed as options of a group."""
     store = ConfigStore.instance()
+    if "root.yaml" in store.repo.get(_SCHEMA, {}):
+        return
     defaults = Config().to_dict()
     root = {name: value for name, value in defaults.items() if name not in SECTIONS}
     for name, node in {**{name: defaults[name] for name in SECTIONS}, "root": root}.items():
@@ -92,6 +94,7 @@ class Groups:
             path.append(provider="user", path=url)
         self._loader = ConfigLoaderImpl(path)
         self._repository = CachingConfigRepository(self._loader.repository)
+        self._names: list[str] | None = None
         self._parser = OverridesParser.create(config_loader=self._loader)
 
     def parse(self, text: str) -> Override:
@@ -105,7 +108,10 @@ class Groups:
 
     def names(self) -> list[str]:
         """Groups that can be chosen, Hydra's own and the schemas left out."""
-        return [name for name in self._loader.list_groups("") if name not in ("hydra", _SCHEMA)]
+        if self._names is None:
+            found = self._loader.list_groups("")
+            self._names = [name for name in found if name not in ("hydra", _SCHEMA)]
+        return self._names
 
     def options(self, group: str) -> list[str]:
         """Option names of a group in alphabetical order."""
