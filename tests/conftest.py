@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sysconfig
 
 # Before torch is imported anywhere: tests share two cores, and thread counts must not decide how
 # long they take.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# The tools of this environment (cmake, ninja, torchrun) are found without activating it.
+os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
 
 import pytest
 from hypothesis import HealthCheck, settings

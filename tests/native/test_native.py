@@ -33,7 +33,7 @@ def run(*command: str | Path, timeout: float) -> str:
 @needs_compiler
 @pytest.mark.timeout(600)
 def test_kernels_under_the_sanitizers() -> None:
-    run("cmake", "-S", ROOT / "tests" / "native", "-B", BUILD, timeout=120)
+    run("cmake", "-S", ROOT / "tests" / "native", "-B", BUILD, "-G", "Ninja", timeout=120)
     run("cmake", "--build", BUILD, timeout=400)
     output = run(BUILD / "kernels_test", timeout=200)
     assert output.rstrip().endswith(" 0 failures"), output
