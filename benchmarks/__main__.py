@@ -71,6 +71,10 @@ def main(argv: list[str] | None = None) -> None:
     kernel.add_argument("--elements", type=int, default=100_000_000)
     kernel.add_argument("--out", default=str(RESULTS))
 
+    overhead = commands.add_parser("overhead", help="zeroexp's Python in a step of 100 units")
+    overhead.add_argument("--rounds", type=int, default=7)
+    overhead.add_argument("--out", default=str(RESULTS))
+
     commands.add_parser("peers", help="make the environment of the peers that need one")
 
     page = commands.add_parser("table", help="write docs/benchmarks.md from the result files")
@@ -81,10 +85,15 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.command == "train":
         _train(arguments, argv)
     elif arguments.command == "kernel":
-        from benchmarks.kernel import measure
+        from benchmarks import kernel as adamw
 
-        result = provenance("kernel", argv) | measure(arguments.rounds, arguments.elements)
+        result = provenance("kernel", argv) | adamw.measure(arguments.rounds, arguments.elements)
         _write(Path(arguments.out) / "kernel.json", result)
+    elif arguments.command == "overhead":
+        from benchmarks import overhead as engine_overhead
+
+        result = provenance("overhead", argv) | engine_overhead.measure(arguments.rounds)
+        _write(Path(arguments.out) / "overhead.json", result)
     elif arguments.command == "peers":
         peer_env.make()
     elif arguments.command == "table":

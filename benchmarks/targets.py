@@ -119,17 +119,21 @@ def kernel(timings: Timings | None) -> list[Verdict]:
 def overhead(timings: Timings | None, works: Mapping[str, WorkResult]) -> list[Verdict]:
     """Python time of a step with 100 units against a whole step of gpt10 at the same stage."""
     verdicts = []
-    for stage in (1, 2, 3):
-        text = f"Python overhead of zx{stage} at 100 units under 3% of a gpt10 step"
-        case = f"stage {stage}"
-        extra = timings.difference(case, "zeroexp", "module alone") if timings else None
-        step = works["gpt10"].step_seconds(f"zx{stage}") if "gpt10" in works else None
-        if extra is None or step is None:
-            verdicts.append(Verdict(text, None, False))
-            continue
-        share = extra.median / 1e3 / step.median
-        measured = f"{extra.median:.1f} ms of {step.median * 1e3:.0f} ms, {share:.1%}"
-        verdicts.append(Verdict(text, measured, share < 0.03))
+    for kind in ("transformer blocks", "linear layers"):
+        for stage in (1, 2, 3):
+            text = f"Python overhead of zx{stage} at 100 units ({kind}) under 3% of a gpt10 step"
+            extra = (
+                timings.difference(f"{kind}, stage {stage}", "zeroexp", "module alone")
+                if timings
+                else None
+            )
+            step = works["gpt10"].step_seconds(f"zx{stage}") if "gpt10" in works else None
+            if extra is None or step is None:
+                verdicts.append(Verdict(text, None, False))
+                continue
+            share = extra.median / 1e3 / step.median
+            measured = f"{extra.median:.1f} ms of {step.median * 1e3:.0f} ms, {share:.1%}"
+            verdicts.append(Verdict(text, measured, share < 0.03))
     return verdicts
 
 
