@@ -1,9 +1,9 @@
 """Long-lived gloo ranks for the tests: import torch once, run many functions in fresh groups.
 
 A :class:`Pool` keeps one worker process per rank for the whole pytest session. Each call gets a
-process group of its own (a fresh file store, destroyed afterwards) and a deadline. A worker that
-misses the deadline, dies or leaves its peers stuck is killed and replaced before the next call, so
-that one bad test cannot spoil another.
+process group of its own (a fresh part of the store, destroyed afterwards) and a deadline. A worker
+that misses the deadline, dies or leaves its peers stuck is killed and replaced before the next
+call, so that one bad test cannot spoil another.
 
 The function is named, not pickled: workers import its module by name or file, so it has to live at
 module level. Arguments and results travel as pickles over a pipe, prints go to one log file per
@@ -15,16 +15,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import datetime
 import faulthandler
 import gc
 import importlib
 import importlib.util
+import multiprocessing
 import os
 import pickle
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -43,6 +44,24 @@ START_DEADLINE = 180.0
 
 GRACE = 5.0
 """Seconds the peers of a failed rank get to fail by themselves (gloo sees closed connections)."""
+
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+"""One server process imports what every worker needs and forks them off: a new worker costs
+milliseconds. It never runs anything itself, so there are no threads or groups to inherit."""
+
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "pytest"])
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,19 +135,12 @@ class Worker:
     def __init__(self, folder: Path, slot: int, serial: int) -> None:
         self.slot = slot
         self.log = folder / f"rank{slot}-{serial}.log"
-        ours, theirs = connection.Pipe()
-        with self.log.open("wb") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,  # Ctrl-C reaches pytest alone, which closes the pool
-            )
+        self.log.touch()
+        self.pipe, theirs = connection.Pipe()
+        with _environment(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1"):
+            self.process = _CONTEXT.Process(target=_main, args=(theirs, str(self.log)), daemon=True)
+            self.process.start()
         theirs.close()
-        self.pipe = ours
         self.ready = False
         self._read = 0
 
@@ -155,12 +167,29 @@ class Worker:
     def stacks(self) -> None:
         """Ask the worker to write the Python stacks of all its threads into its log."""
         with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGUSR1)
+            os.kill(self._pid, signal.SIGUSR1)
+
+    @property
+    def _pid(self) -> int:
+        if self.process.pid is None:
+            raise ProcessLookupError
+        return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.process.is_alive()
+
+    def exit_code(self) -> int | None:
+        """What the process ended with; waits for its end."""
+        self.process.join()
+        return self.process.exitcode
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        """End the process and what it started (it leads a session of its own)."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
         self.pipe.close()
 
 
@@ -171,11 +200,20 @@ class Pool:
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-")) if folder is None else folder
         self._workers: dict[int, Worker] = {}
         self._serial = 0
+        self._store: Any = None
+
+    def _store_port(self) -> int:
+        """Port of the store where all groups meet; it lives in this process."""
+        if self._store is None:
+            from torch.distributed import TCPStore
+
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return int(self._store.port)
 
     def workers(self, num_ranks: int) -> list[Worker]:
         for slot in range(num_ranks):
             worker = self._workers.get(slot)
-            if worker is None or worker.process.poll() is not None:
+            if worker is None or not worker.alive:
                 if worker is not None:
                     worker.kill()
                 self._serial += 1
@@ -210,19 +248,17 @@ class Pool:
         for worker in workers:
             worker.printed()
         self._serial += 1
-        target, store = Target.of(fn), self.folder / f"store-{self._serial}"
+        target, store = Target.of(fn), (self._store_port(), f"call-{self._serial}")
         payload = pickle.dumps((args, kwargs or {}))
         started = time.monotonic()
         for rank, worker in enumerate(workers):
             try:
-                worker.pipe.send((target, rank, num_ranks, str(store), timeout, sys.path))
+                worker.pipe.send((target, rank, num_ranks, store, timeout, sys.path))
                 worker.pipe.send_bytes(payload)
             except OSError:
                 continue  # dead already; noticed below
         results, failures = self._collect(workers, started + timeout, timeout)
         output = [worker.printed() for worker in workers]
-        with contextlib.suppress(FileNotFoundError):
-            store.unlink()
         if failures:
             # A death is never the consequence of a peer's failure, and its moment is known only
             # roughly: it comes first.
@@ -245,7 +281,7 @@ class Pool:
                 try:
                     ok, at, value = pickle.loads(worker.pipe.recv_bytes())
                 except (EOFError, OSError):
-                    code = worker.process.wait()
+                    code = worker.exit_code()
                     text = f"the process ended with code {code}"
                     failures.append(Failure(rank, "died", text, "", time.monotonic()))
                     self._drop(worker)
@@ -279,31 +315,37 @@ class Pool:
 # The worker's side
 
 
-def _die_with(parent: int) -> None:
-    """Ask the kernel to end this process when pytest ends, however that happens."""
+def _main(pipe: connection.Connection, log: str) -> None:
+    os.setsid()
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no life after pytest
+    out = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(out, stream.fileno())
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    _serve(pipe)
 
 
 @contextlib.contextmanager
-def _group(rank: int, num_ranks: int, store: str, timeout: float) -> Iterator[None]:
-    """A gloo group over a file store; settings that a test may change are put back."""
-    import datetime
-
+def _group(rank: int, num_ranks: int, store: tuple[int, str], timeout: float) -> Iterator[None]:
+    """A gloo group of its own; settings that a test may change are put back."""
     import torch
     import torch.distributed as dist
 
     environment, folder = dict(os.environ), Path.cwd()
     torch.manual_seed(0)
     random.seed(0)
+    port, prefix = store
+    patience = datetime.timedelta(seconds=timeout)
+    meeting = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=patience)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, num_ranks),  # type: ignore[attr-defined]
+        store=dist.PrefixStore(prefix, meeting),
         rank=rank,
         world_size=num_ranks,
-        timeout=datetime.timedelta(seconds=timeout),
+        timeout=patience,
     )
     try:
         with warnings.catch_warnings():
@@ -343,6 +385,7 @@ def _serve(pipe: connection.Connection) -> None:
     import torch.distributed
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays; collections need not look at it
     pipe.send_bytes(b"ready")
     while True:
         try:
@@ -361,13 +404,3 @@ def _serve(pipe: connection.Connection) -> None:
         sys.stderr.flush()
         gc.collect()  # engines and graphs of this test must not live into the next one
         pipe.send_bytes(answer)
-
-
-if __name__ == "__main__":
-    # Unpickling looks for this module under the name the parent imported it by.
-    sys.modules.setdefault("pool", sys.modules["__main__"])
-    sys.modules.setdefault("tests.ranks.pool", sys.modules["__main__"])
-    _die_with(int(sys.argv[2]))
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    _serve(connection.Connection(int(sys.argv[1])))

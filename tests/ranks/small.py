@@ -201,7 +201,8 @@ class Scalar(nn.Module):
         self.w = nn.Parameter(torch.tensor(values, dtype=dtype))
 
     def forward(self, c: Tensor | float) -> Tensor:
-        return (self.w * c).sum()
+        # In fp32 at least: a half-precision loss could not carry a scale of 65536.
+        return (self.w * c if self.w.dtype.itemsize > 2 else self.w.float() * c).sum()
 
 
 def sgd_engine(module: nn.Module, stage: int, lr: float = 0.1, **keys: Any) -> Any:
