@@ -75,6 +75,10 @@ def main(argv: list[str] | None = None) -> None:
     overhead.add_argument("--rounds", type=int, default=7)
     overhead.add_argument("--out", default=str(RESULTS))
 
+    startup = commands.add_parser("startup", help="launch to first step, by launcher")
+    startup.add_argument("--rounds", type=int, default=7)
+    startup.add_argument("--out", default=str(RESULTS))
+
     commands.add_parser("peers", help="make the environment of the peers that need one")
 
     page = commands.add_parser("table", help="write docs/benchmarks.md from the result files")
@@ -94,6 +98,11 @@ def main(argv: list[str] | None = None) -> None:
 
         result = provenance("overhead", argv) | engine_overhead.measure(arguments.rounds)
         _write(Path(arguments.out) / "overhead.json", result)
+    elif arguments.command == "startup":
+        from benchmarks import startup as launchers
+
+        result = provenance("startup", argv) | launchers.measure(arguments.rounds)
+        _write(Path(arguments.out) / "startup.json", result)
     elif arguments.command == "peers":
         peer_env.make()
     elif arguments.command == "table":
