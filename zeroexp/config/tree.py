@@ -72,7 +72,6 @@ class Config:
     paths: PathsConfig = field(default_factory=PathsConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
-    # build
     @classmethod
     def from_mapping(cls, partial: Mapping[str, Any] | None = None) -> Config:
         """A configuration from the keys that differ from the defaults, nested or dotted.
@@ -96,7 +95,6 @@ class Config:
 
         return build(partial, base=self)
 
-    # read
     def to_dict(self) -> dict[str, Any]:
         """All keys as nested dicts, lists and scalars, ready for JSON or YAML."""
         return {f.name: _as_dict(getattr(self, f.name)) for f in fields(self)}
@@ -182,7 +180,6 @@ class Config:
         text = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    # resolve
     def _resolved_zero(self) -> ZeroConfig:
         zero = self.zero
         shard_size = self.trainer.devices if isinstance(zero.shard_size, str) else zero.shard_size
