@@ -38,7 +38,7 @@ struct KernelTable {
   const char* name;
   // [grad type][copy type][decay added to the gradient?]
   AdamFn adam[kNumGradTypes][kNumCopyTypes][2];
-  // Benchmark only: the memory traffic of one Adam step (4 reads, 3 writes) without its arithmetic.
+  // Benchmark only: the memory traffic of one Adam step (4 reads, 3 writes) without its arithmetic; changes no value.
   AdamFn adam_traffic;
   SumSquaresFn sum_squares[4];  // by Type f32, bf16, f16, f64
   SumIntoFn sum_into[4];        // by Type of the parts; out is f64 for f64, else f32
