@@ -32,5 +32,8 @@ def stub(tmp_path: Path) -> Iterator[Callable[..., StubRun]]:
 
 
 @pytest.fixture
-def train(tmp_path: Path) -> Command:
-    return Command(tmp_path)
+def train(tmp_path: Path) -> Iterator[Command]:
+    """``train("zero=stage3", …)`` runs ``python train.py`` in a directory of its own."""
+    command = Command(tmp_path)
+    yield command
+    command.end()

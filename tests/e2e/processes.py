@@ -116,9 +116,10 @@ class Command:
 
     def __init__(self, where: Path) -> None:
         self.where = where
+        self._started: list[subprocess.Popen[str]] = []
 
     def start(self, *words: str, **env: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, str(CHECKOUT / "train.py"), *words],
             cwd=self.where,
             env=environment(**env),
@@ -126,6 +127,8 @@ class Command:
             stderr=subprocess.PIPE,
             text=True,
         )
+        self._started.append(process)
+        return process
 
     def __call__(
         self, *words: str, seconds: float = 150, **env: str
@@ -138,6 +141,13 @@ class Command:
             out, err = process.communicate(timeout=30)
             raise AssertionError(f"{words} took more than {seconds} s:\n{out}\n{err}") from None
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def end(self) -> None:
+        """Kill what a failed test has left running; the ranks die with their driver."""
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+                process.communicate(timeout=30)
 
     def runs(self, pattern: str = "runs/*/*") -> list[Path]:
         return sorted(self.where.glob(pattern))

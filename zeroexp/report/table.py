@@ -27,15 +27,20 @@ def _number(value: float | None, form: str) -> str:
 _FIGURES = (
     Column("status", lambda row: row.status, right=False),
     Column("steps", lambda row: _number(row.steps, "d")),
-    Column("loss, last step", lambda row: _number(row.loss_last, ".4f")),
-    Column("tokens/s, all ranks", lambda row: _number(row.tokens_per_s, ",.0f")),
-    Column("step s, median", lambda row: _number(row.step_time_median_s, ".4f")),
-    Column("peak memory/rank", lambda row: human_bytes(row.peak_bytes)),
-    Column("state/rank", lambda row: human_bytes(row.state_bytes)),
+    Column("loss", lambda row: _number(row.loss_last, ".4f")),
+    Column("tokens/s", lambda row: _number(row.tokens_per_s, ",.0f")),
+    Column("step (s)", lambda row: _number(row.step_time_median_s, ".4f")),
+    Column("peak memory", lambda row: human_bytes(row.peak_bytes)),
+    Column("state", lambda row: human_bytes(row.state_bytes)),
     Column("params", lambda row: human_bytes(row.params_bytes)),
     Column("grads", lambda row: human_bytes(row.grads_bytes)),
     Column("optim", lambda row: human_bytes(row.optim_bytes)),
-    Column("sent/rank and step", lambda row: human_bytes(row.comm_bytes_per_step)),
+    Column("sent/step", lambda row: human_bytes(row.comm_bytes_per_step)),
+)
+
+LEGEND = (
+    "loss: last step, mean over ranks | tokens/s: all ranks | step: median | both after warm-up\n"
+    "memory, state, sent: of the rank with most; state = params + grads + optim, padding included"
 )
 
 
@@ -67,7 +72,7 @@ def text_table(rows: Sequence[Row]) -> str:
 
     head = aligned([column.heading for column in columns])
     rule = "-" * len(head)
-    return "\n".join([head, rule, *(aligned(line) for line in cells), *_reasons(rows)])
+    return "\n".join([head, rule, *map(aligned, cells), LEGEND, *_reasons(rows)])
 
 
 def markdown_table(rows: Sequence[Row]) -> str:
@@ -81,7 +86,9 @@ def markdown_table(rows: Sequence[Row]) -> str:
         cells = (column.cell(row).replace("|", "\\|") for column in columns)
         lines.append("| " + " | ".join(cells) + " |")
     reasons = _reasons(rows)
-    return "\n".join([*lines, *([""] if reasons else []), *(f"* {reason}" for reason in reasons)])
+    if reasons:
+        reasons = ["", *(f"* {reason}" for reason in reasons)]
+    return "\n".join([*lines, "", LEGEND, *reasons])
 
 
 def _reasons(rows: Sequence[Row]) -> list[str]:

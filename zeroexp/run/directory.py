@@ -17,11 +17,11 @@ from zeroexp.errors import ConfigError, Problem
 
 # One path component may take 255 bytes on every common file system; time and suffix need 30 of
 # them.
-_LONGEST_TAG = 120
+_LONGEST_TAG = 64
 
 
 def safe_name(text: str) -> str:
-    """``text`` as one path component: letters, digits, ``.``, ``_``, ``-`` and at most 120 bytes.
+    """``text`` as one path component: letters, digits, ``.``, ``_``, ``-`` and at most 64 bytes.
 
     ``=`` and ``,`` (the separators of overrides) become ``-`` and ``_``. Where anything else had to
     be replaced or cut, eight hex digits of the text's SHA-256 are appended, so that two texts which
