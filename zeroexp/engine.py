@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from zeroexp.checkpoint import directory, full
 from zeroexp.comm import World
+from zeroexp.comm.pool import BufferPool
 from zeroexp.config import Config
 from zeroexp.errors import ModelError, NonFiniteError, OptimizerError
 from zeroexp.layout import Layout
@@ -26,7 +27,6 @@ from zeroexp.placement import STAGES
 from zeroexp.precision import LossScale, Policy
 from zeroexp.zero.access import Guards, ModuleHook
 from zeroexp.zero.boundary import Agreement, agree, first_nonfinite
-from zeroexp.zero.buffer import BufferPool
 from zeroexp.zero.hooks import Hooks
 from zeroexp.zero.model import ShardedModel
 from zeroexp.zero.owner import EngineOwner

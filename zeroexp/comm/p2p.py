@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroexp.comm.group import Group, Pending
+from zeroexp.comm.pool import BufferPool
 from zeroexp.ledger import Ledger
 
 
@@ -31,6 +32,7 @@ class P2PGroup(Group):
     ) -> None:
         super().__init__(ranks, rank, ledger, timeout)
         self._channel = channel
+        self._pool = BufferPool(torch.device("cpu"))
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> tuple[int, dist.Work]:
         return peer, _work(dist.isend(tensor, peer, group=self._channel, tag=tag))
@@ -65,7 +67,8 @@ class P2PGroup(Group):
         if n == 0:
             return Pending((), what, self.timeout)
         mine = [part.to(wire) for part in parts]
-        inbox = mine[0].new_empty((self.size - 1) * n).split(n)
+        raw = self._pool.take((self.size - 1) * n, wire)
+        inbox = raw.view(wire)[: (self.size - 1) * n].split(n)
         summands = {i: buffer for (i, _), buffer in zip(self.peers, inbox, strict=True)}
         works = [self._recv(summands[i], peer, tag) for i, peer in self.peers]
         works += [self._send(mine[i], peer, tag) for i, peer in self.peers]
@@ -74,6 +77,7 @@ class P2PGroup(Group):
 
         def finish() -> None:
             _sum_in_order(out, [summands[i] for i in range(self.size)], add)
+            self._pool.give(raw)
 
         return Pending(works, what, self.timeout, finish, keep=(*mine, *inbox))
 
@@ -121,7 +125,8 @@ def _work(work: dist.Work | None) -> dist.Work:
 
 def _sum_in_order(out: Tensor, parts: list[Tensor], add: bool) -> None:
     """``out (+)= ((parts[0] + parts[1]) + parts[2]) + ...`` in the dtype of ``out``; ``out`` may alias one part."""
-    if len(parts) == 2 and not add and all(p.dtype == out.dtype for p in parts):
+    same = all(p.dtype == out.dtype for p in parts)
+    if len(parts) == 2 and same and not add:
         torch.add(parts[0], parts[1], out=out)
         return
     total = parts[0].to(out.dtype, copy=True)

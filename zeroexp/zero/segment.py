@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp.comm import Pending, World
+from zeroexp.comm.pool import BufferPool, flat_zeros
 from zeroexp.layout import Segment
 from zeroexp.ledger import Ledger
 from zeroexp.placement import StatePlacement
 from zeroexp.precision import Policy
-from zeroexp.zero.buffer import BufferPool, FlatBuffer
+from zeroexp.zero.buffer import FlatBuffer
 from zeroexp.zero.placeholder import Placeholders
 
 
@@ -77,7 +78,10 @@ class SegmentState:
         placement = around.placement
         wide = around.policy.master_dtype(self.dtype) if spec.trainable else None
         mine = flat[self.lo : self.hi] if placement.optim.sharded else flat
-        master = mine.to(wide, copy=True) if wide is not None else None
+        master = None
+        if wide is not None:
+            master = flat_zeros(mine.numel(), wide, around.device)
+            master.copy_(mine)
         self.buffer = FlatBuffer(spec.size, self.dtype, around.device)
         self.full = self.buffer.tensor
         self.full.copy_(flat)
@@ -85,7 +89,8 @@ class SegmentState:
             self.full[s.offset : s.stop].view(s.spec.shape) for s in spec.slots
         ]
         if self.sharded:
-            self.shard = self.full[self.lo : self.hi].clone()
+            self.shard = flat_zeros(spec.shard_size, self.dtype, around.device)
+            self.shard.copy_(self.full[self.lo : self.hi])
             self._hold("params", self.shard)
             self._placeholders = Placeholders(
                 [s.spec.shape for s in spec.slots], self.dtype, around.device
@@ -103,10 +108,10 @@ class SegmentState:
             self.master = self.shard if placement.optim.sharded else self.full
         if spec.trainable:
             if placement.grads.sharded:
-                self._owned = torch.zeros(spec.shard_size, dtype=self.grad_dtype, device=around.device)
+                self._owned = flat_zeros(spec.shard_size, self.grad_dtype, around.device)
                 self._hold("grads", self._owned)
             else:
-                self._local = torch.zeros(spec.size, dtype=self.grad_dtype, device=around.device)
+                self._local = flat_zeros(spec.size, self.grad_dtype, around.device)
                 self._views = self._grad_views(self._local)
                 self._hold("grads", self._local)
 
@@ -237,7 +242,7 @@ class SegmentState:
                 self._local[start:stop].zero_()
         elif self.has_owned and self._owned is None:
             if self._spare is None:
-                self._spare = torch.empty(spec.shard_size, dtype=self.grad_dtype, device=self._local.device)
+                self._spare = flat_zeros(spec.shard_size, self.grad_dtype, self._local.device)
                 self._hold("grads", self._spare, label="spare")
             self._spare.copy_(self._local[self.lo : self.hi])
             self._owned = self._spare
