@@ -88,8 +88,10 @@ def measure(rounds: int) -> dict[str, Any]:
     samples: dict[str, Any] = {name: [] for name in VARIANTS}
     with tempfile.TemporaryDirectory(prefix="zeroexp-startup-") as scratch:
         warm = Path(scratch) / "warm"
-        _driver(warm)  # without this one there is nothing to compare: its failure ends the
-        benchmark config = next(warm.glob("*/*/config.yaml")) for index in range(rounds):
+        # Without this one there is nothing to compare: its failure ends the benchmark.
+        _driver(warm)
+        config = next(warm.glob("*/*/config.yaml"))
+        for index in range(rounds):
             for name, start in list(VARIANTS.items())[:: 1 if index % 2 else -1]:
                 if isinstance(samples[name], str):
                     continue
