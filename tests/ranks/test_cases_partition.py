@@ -110,13 +110,15 @@ def test_z302_a_head_used_once_on_one_rank_and_thrice_on_the_other(ranks, stage,
     for times in (1, 3):
         (module(torch.ones(2, 5), times) / 2).backward()
     wanted = {name: p.grad for name, p in module.named_parameters()}
-    for each in ranks(2)(repeated_head, stage, cut, timeout=40):
-        if stage == 3 and cut == "leaf" and each["error"][0]:
-            assert each["error"][0] == "CollectiveTimeout" and "head" in each["error"][1]
-            assert each["took"] < 20
-        else:
-            assert each["error"] == ("", "")
-            assert furthest(each["grads"], wanted) <= 1e-6
+    found = ranks(2)(repeated_head, stage, cut, timeout=40)
+    if stage == 3 and cut == "leaf" and any(each["error"][0] for each in found):
+        assert [each["error"][0] for each in found] == ["CollectiveTimeout"] * 2
+        assert any("head" in each["error"][1] for each in found)
+        assert all(each["took"] < 20 for each in found)
+        return
+    for each in found:
+        assert each["error"] == ("", "")
+        assert furthest(each["grads"], wanted) <= 1e-6
 
 
 def train_and_evaluate(stage: int, evaluate: bool) -> dict[str, Tensor]:
