@@ -208,6 +208,8 @@ def test_a_typo_in_hydras_own_settings() -> None:
         ("zero.stage=1,2", "zero.stage", "1,2 is a sweep, and this is one run. Add -m"),
         ("zero=glob(*)", "zero", "is a sweep, and this is one run."),
         ("-m", "-m", "this is one run"),
+        ("sweep=zero_stages", "sweep", "starts many runs, and this is one. Leave it out, or start"),
+        ("experiment=first_lok", "experiment", "Did you mean  experiment=first_look?"),
         ("--zero=stage3", "--zero=stage3", "no such flag. Did you mean  zero=stage3?"),
         ("--foo", "--foo", "no such flag. Overrides have no dashes: key=value."),
         ("optim={lrr: 1}", "optim.lrr", "no such key. Did you mean  optim.lr "),

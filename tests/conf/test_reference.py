@@ -88,6 +88,13 @@ def test_explain_names_the_options_the_default_first() -> None:
     assert "options stage1 hybrid stage0 stage2 stage3" in " ".join(explain("zero").split())
 
 
+def test_explain_of_groups_without_keys() -> None:
+    experiment = " ".join(explain("experiment").split())
+    assert "options none first_look gpt_small_stage3" in experiment
+    sweep = " ".join(explain("sweep").split())
+    assert "options none" in sweep and "zero_stages" in sweep
+
+
 def test_explain_of_nothing_has_the_nearest_key() -> None:
     with pytest.raises(ConfigError, match=r"Did you mean  zero\.stage "):
         explain("zero.stgae")

@@ -23,6 +23,7 @@ from zeroexp.errors import Problem
 # torch.distributed.launch adds this flag; the environment says the same.
 _LOCAL_RANK = re.compile(r"--local[-_]rank(=\d+)?")
 MULTIRUN_FLAGS = ("-m", "--multirun")
+SWEEP = "sweep"
 _SECTION_PATHS = {path.rpartition(".")[0] for path in KEYS} - {""}
 
 # What of Hydra's own settings has its place here.
@@ -95,7 +96,13 @@ def parse(argv: Sequence[str], groups: Groups) -> CommandLine:
             line.problems.append(not_an_override(word, error))
             continue
         line.overrides.append(word)
-        if override.is_sweep_override():
+        if override.key_or_group == SWEEP:
+            if override.value() != "none":
+                fix = "Leave it out, or start the sweep: python train.py"
+                line.problems.append(
+                    Problem(SWEEP, "starts many runs, and this is one.", f"{fix} {word}.")
+                )
+        elif override.is_sweep_override():
             line.problems.append(
                 Problem(
                     override.key_or_group,

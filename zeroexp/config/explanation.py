@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 
 _WIDTH = 100
 
+# Groups that are no section.
+_WITHOUT_KEYS = {
+    "experiment": "a complete preset of one run; it overrides options and values, and the command "
+    "line overrides it.",
+    "sweep": "many runs from a file in experiments/sweep/, or from one of your own by its path.",
+}
+
 
 def explain(name: str, composed: Composed | None = None) -> str:
     """Type, default, documentation and effect of a key; for a section, its keys and options.
@@ -32,6 +39,8 @@ def explain(name: str, composed: Composed | None = None) -> str:
     keys = [key for key in KEYS.values() if key.path.startswith(f"{name}.")]
     if keys:
         return _section(name, keys, composed)
+    if name in _WITHOUT_KEYS:
+        return f"{name}: {_WITHOUT_KEYS[name]}\n{_options(name, composed)}"
     raise ConfigError([unknown_key(name)])
 
 
@@ -75,16 +84,7 @@ def _section(name: str, keys: list[Key], composed: Composed | None) -> str:
     doc = (node.__doc__ or "").split("\n")[0] if node is not None else ""
     lines = [f"{name}: {doc}".rstrip(": ")]
     if name in SECTIONS:
-        from zeroexp.config.groups import Groups
-
-        groups = Groups()
-        if name in groups.names():
-            default = groups.defaults()[name]
-            options = [default, *(o for o in groups.options(name) if o != default)]
-            chosen = f"  now: {composed.choices[name]}" if composed is not None else ""
-            lines.append(
-                _row("options", f"{' '.join(options)}  (the first is the default){chosen}")
-            )
+        lines.append(_options(name, composed))
     config = Config() if composed is None else composed.config
     width = max(len(key.path) for key in keys)
     lines.append("")
@@ -92,3 +92,19 @@ def _section(name: str, keys: list[Key], composed: Composed | None) -> str:
         value = show(plain(config.get(key.path)), key)
         lines.append(f"  {key.path:<{width}}  {value:<10}  {key.meta.phrase}")
     return "\n".join(lines)
+
+
+def _options(name: str, composed: Composed | None) -> str:
+    """The options of a group, the default first, and the one in use."""
+    from zeroexp.config.groups import Groups
+    from zeroexp.config.multirun import sweep_names
+
+    groups = Groups()
+    if name in groups.names():
+        default = groups.defaults()[name]
+        options = [default, *(o for o in groups.options(name) if o != default)]
+        note = "(the first is the default)"
+    else:
+        options, note = ["none", *sweep_names()], "(python train.py sweep=NAME)"
+    now = f"  now: {composed.choices[name]}" if composed and name in composed.choices else ""
+    return _row("options", f"{' '.join(options)}  {note}{now}")

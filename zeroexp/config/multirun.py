@@ -16,14 +16,14 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from zeroexp.config.command_line import MULTIRUN_FLAGS, not_an_override
+from zeroexp.config.command_line import MULTIRUN_FLAGS, SWEEP, not_an_override
 from zeroexp.config.files import read
 from zeroexp.config.groups import Groups, package_dir
 from zeroexp.config.nearest import nearest
 from zeroexp.config.value import show
 from zeroexp.errors import ConfigError, Problem
 
-_SWEEP = "sweep="
+_SWEEP = f"{SWEEP}="
 _FIELDS = ("description", "overrides", "params", "jobs")
 
 
