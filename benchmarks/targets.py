@@ -103,14 +103,16 @@ def speed_up(
 
 
 def kernel(timings: Timings | None) -> list[Verdict]:
+    """The kernel on the memory that a shard lies in, against its limit and torch's."""
     verdicts = []
-    for threads in (1, 2):
-        suffix = f", {threads} threads"
+    flat = next((name for name in timings.cases if name.startswith("flat")), "") if timings else ""
+    flat = flat.partition(",")[0] or "flat"
+    for threads in ("1 thread", "2 threads"):
         verdicts += [
-            speed_up(timings, f"flat{suffix}", "zeroexp", "traffic", 0.9),
-            speed_up(timings, f"gpt10 shapes{suffix}", "zeroexp", "torch fused", 1.25),
+            speed_up(timings, f"{flat}, {threads}", "zeroexp", "floor", 0.9),
+            speed_up(timings, f"GPT shapes, {threads}", "zeroexp", "torch fused", 1.25),
             speed_up(
-                timings, f"flat with bf16 copy{suffix}", "zeroexp", "torch fused + copy_", 1.2
+                timings, f"{flat}, {threads}", "zeroexp + bf16 copy", "torch fused + copy_", 1.2
             ),
         ]
     return verdicts

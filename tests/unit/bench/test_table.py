@@ -161,13 +161,13 @@ def test_page_of_no_results_has_only_missing_targets() -> None:
 
 
 def test_timings_are_compared_round_by_round() -> None:
-    samples = {"zeroexp": [10.0, 20.0, 40.0], "traffic": [9.0, 19.0, 36.0], "slow": "no compiler"}
-    case = {"name": "flat, 1 threads", "what": "", "unit": "ms", "samples": samples}
+    samples = {"zeroexp": [10.0, 20.0, 40.0], "floor": [9.0, 19.0, 36.0], "slow": "no compiler"}
+    case = {"name": "flat, 1 thread", "what": "", "unit": "ms", "samples": samples}
     timings = Timings({"cases": [case]})
-    verdict = targets.speed_up(timings, "flat, 1 threads", "zeroexp", "traffic", 0.9)
+    verdict = targets.speed_up(timings, "flat, 1 thread", "zeroexp", "floor", 0.9)
     assert verdict.measured == "0.900 (0.900..0.950)"
     assert verdict.status == "met"
-    assert targets.speed_up(timings, "flat, 1 threads", "zeroexp", "slow", 0.9).status == "missing"
+    assert targets.speed_up(timings, "flat, 1 thread", "zeroexp", "slow", 0.9).status == "missing"
     assert any("missing: no compiler" in line for line in timings.rows())
 
 
