@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +84,19 @@ class Flat:
     def adamw(self, copy: bool) -> None:
         self.step += 1
         low = self.low if copy else None
-        ops.adamw_(self.p, self.g, self.m, self.v, step=self.step, copy_out=low, **HYPER)
+        ops.adamw_(
+            self.p,
+            self.g,
+            self.m,
+            self.v,
+            step=self.step,
+            lr=HYPER["lr"],
+            beta1=HYPER["beta1"],
+            beta2=HYPER["beta2"],
+            eps=HYPER["eps"],
+            weight_decay=HYPER["weight_decay"],
+            copy_out=low,
+        )
 
 
 def contenders(shapes: list[tuple[int, ...]], threads: int) -> dict[str, Contender]:
@@ -127,7 +140,7 @@ RATIOS = [
 ]
 
 
-def measure(shapes: list[tuple[int, ...]], threads: int, rounds: int) -> dict[str, object]:
+def measure(shapes: list[tuple[int, ...]], threads: int, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     runs = contenders(shapes, threads)
     size = sum(torch.Size(s).numel() for s in shapes)
@@ -158,7 +171,10 @@ def main() -> None:
     args = parser.parse_args()
     print(ops.status())
     results = []
-    cases = {"one flat tensor": [(args.elements,)], "GPT shapes": gpt_shapes()}
+    cases: dict[str, list[tuple[int, ...]]] = {
+        "one flat tensor": [(args.elements,)],
+        "GPT shapes": gpt_shapes(),
+    }
     for case, shapes in cases.items():
         for threads in args.threads:
             result = measure(shapes, threads, args.rounds)

@@ -27,7 +27,10 @@ def measure(rounds: int, elements: int = FLAT_ELEMENTS) -> dict[str, Any]:
         raise MemoryError(
             f"{elements} elements need {elements * BYTES_PER_ELEMENT / 2**30:.1f} GiB"
         )
-    shapes = {f"flat {elements / 1e6:g} M": [(elements,)], "GPT shapes": gpt_shapes()}
+    shapes: dict[str, list[tuple[int, ...]]] = {
+        f"flat {elements / 1e6:g} M": [(elements,)],
+        "GPT shapes": gpt_shapes(),
+    }
     before = torch.get_num_threads()
     cases = []
     try:
