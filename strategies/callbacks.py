@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from zeroexp.errors import ModelError
@@ -36,14 +37,15 @@ def _averages(callback: Any, ns: Namespace) -> bool:
     return isinstance(callback, tuple(kind for kind in kinds if kind is not None))
 
 
-def adapt(
-    trainer: Any, whole: Callable[[], AbstractContextManager[Any]], exact: bool, ns: Namespace
-) -> list[Any]:
+Whole = Callable[[int | None], AbstractContextManager[Any]]
+"""Makes a context in which the module's parameters are whole. The edits of the rank are kept."""
+
+
+def adapt(trainer: Any, whole: Whole, exact: bool, ns: Namespace) -> list[Any]:
     """Let weight averaging callbacks see whole parameters; returns what :func:`restore` takes.
 
     Args:
-        whole: makes a context inside which the module's parameters are whole and edits of rank 0
-            are kept.
+        whole: makes the contexts.
         exact: whether the parameters are the weights themselves (no master copy in another dtype).
 
     Raises:
@@ -63,11 +65,11 @@ def adapt(
             )
         stochastic = isinstance(callback, ns.StochasticWeightAveraging)
         adapted.append(callback)
-        _wrap_hooks(callback, _SWA_HOOKS if stochastic else _AVERAGING_HOOKS, whole)
+        _wrap_hooks(callback, _SWA_HOOKS if stochastic else _AVERAGING_HOOKS, partial(whole, 0))
         average = getattr(callback, "_average_model", None)
         if not stochastic and average is not None:
             # Only when it averages, which is not after every batch.
-            average.update_parameters = _inside(average.update_parameters, whole)
+            average.update_parameters = _inside(average.update_parameters, partial(whole, None))
     return adapted
 
 

@@ -26,7 +26,7 @@ from zeroexp.config import Config
 from zeroexp.errors import CheckpointError, ModelError, OptimizerError
 from zeroexp.strategies import checkpoint as files
 from zeroexp.strategies.compat import Namespace, namespace
-from zeroexp.strategies.optimization import Optimization, unwrapped
+from zeroexp.strategies.optimization import Optimization, refuse_closures, unwrapped
 from zeroexp.strategies.options import build_config
 from zeroexp.strategies.precision import Formats, take_inputs_in, translate
 from zeroexp.strategies.ranks import Ranks
@@ -117,6 +117,7 @@ class FabricBehaviour(Ranks):
         self.set_world_ranks()
 
     def setup_environment(self) -> None:
+        self.check_ranks()
         self.accelerator.setup_device(self.root_device)
         self.start_process_group()
 
@@ -179,6 +180,7 @@ class FabricBehaviour(Ranks):
                 " Use a second Fabric object, or put both into one module."
             )
         self._leave()
+        refuse_closures(optimizers or [])
         plugin = self.precision
         self.config = self.config_here(plugin.config)
         plugin.set_formats(self.config, self.root_device.type)
@@ -251,12 +253,11 @@ class FabricBehaviour(Ranks):
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         optimizer = unwrapped(optimizer)
-        if self._knows(optimizer):
-            return self.engine.optimizer_state_dict(optimizer)
-        return optimizer.state_dict() if self.is_global_zero else {}
-
-    def _knows(self, optimizer: Any) -> bool:
-        return self.optimization.is_set_up and any(o is optimizer for o in self.engine.optimizers)
+        engine = self.optimization.engine_of(optimizer)
+        if engine is not None:
+            return engine.optimizer_state_dict(optimizer)
+        state: dict[str, Any] = optimizer.state_dict() if self.is_global_zero else {}
+        return state
 
     def save_checkpoint(
         self,
@@ -322,8 +323,9 @@ class FabricBehaviour(Ranks):
 
     def _load_optimizer(self, optimizer: Any, saved: dict[str, Any]) -> None:
         optimizer = unwrapped(optimizer)
-        if self._knows(optimizer):
-            self.engine.load_optimizer_state_dict(optimizer, saved)
+        engine = self.optimization.engine_of(optimizer)
+        if engine is not None:
+            engine.load_optimizer_state_dict(optimizer, saved)
         else:
             optimizer.load_state_dict(saved)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,21 +21,34 @@ def unwrapped(optimizer: Any) -> Any:
     return getattr(optimizer, "_optimizer", optimizer)
 
 
+def refuse_closures(optimizers: Sequence[Any]) -> None:
+    """Raise :class:`OptimizerError` for an optimizer that calls the loss several times in a step."""
+    for optimizer in optimizers:
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} evaluates the loss several times in one step, which a"
+                " sharded step cannot do: use an optimizer that needs one gradient per step"
+            )
+
+
 class Optimization:
     """One engine, and what has to be remembered between Lightning's calls to it.
 
-    ``engine`` is there between the strategy's ``setup`` and ``teardown``.
+    ``engine`` is there between the strategy's ``setup`` and ``teardown``. ``left`` is the closed engine
+    of the last fit: it still knows optimizer state, loss scale and counters, for a late save.
     """
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
+        self.left: Engine | None = None
         self._blocked = 0
         self._clips = 0
         self._warned = False
         self._skipped: set[int] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_engine": None}
+        return {**self.__dict__, "_engine": None, "left": None}
 
     # ------------------------------------------------------------------ the engine
     @property
@@ -164,9 +178,19 @@ class Optimization:
         return id(unwrapped(optimizer)) not in self._skipped
 
     # ------------------------------------------------------------------ counters
+    def engine_of(self, optimizer: Any) -> Engine | None:
+        """The engine that steps ``optimizer``, or did in the last fit."""
+        for engine in (self._engine, self.left):
+            if engine is not None and any(known is optimizer for known in engine.optimizers):
+                return engine
+        return None
+
     def scalar_state(self) -> dict[str, Any]:
-        """Loss scale and counters as plain numbers; empty outside a run."""
-        return self.engine.scalar_state() if self.is_set_up else {}
+        """Loss scale and counters as plain numbers; empty where there was no training."""
+        for engine in (self._engine, self.left):
+            if engine is not None and engine.optimizers:
+                return engine.scalar_state()
+        return {}
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:
         self.engine.load_scalar_state(state)

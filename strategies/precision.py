@@ -19,8 +19,10 @@ parameters takes its floating inputs in their dtype.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from torch.utils._pytree import tree_map
 
 from zeroexp.config import Config
 from zeroexp.errors import ConfigError, Problem
-from zeroexp.strategies.compat import Namespace
+from zeroexp.strategies.compat import Namespace, namespace
 from zeroexp.strategies.optimization import Optimization
 
 # Lightning's string -> (compute, master)
@@ -224,6 +226,10 @@ class PrecisionBehaviour(Formats):
         self.set_formats(config, device_type)
         self._optimization = optimization
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The class is made at run time: a pickle names the namespace instead.
+        return _blank, (self.ns.name,), dict(vars(self))
+
     # ------------------------------------------------------------------ backward, clip, step
     def backward(
         self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any
@@ -256,3 +262,16 @@ class PrecisionBehaviour(Formats):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._optimization.load_scalar_state(state_dict)
+
+
+def _blank(name: str) -> Any:
+    kind = precision_class(name)
+    return kind.__new__(kind)
+
+
+@cache
+def precision_class(name: str) -> Any:
+    """The precision plugin of ``ZeroStrategy`` in the namespace ``name``."""
+    members = {"__module__": "zeroexp.strategies", "__doc__": PrecisionBehaviour.__doc__}
+    bases = (PrecisionBehaviour, namespace(name).Precision)
+    return types.new_class("ZeroPrecision", bases, exec_body=lambda space: space.update(members))

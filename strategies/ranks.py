@@ -110,12 +110,17 @@ class Ranks:
 
     # ------------------------------------------------------------------ starting
     def make_launcher(self, script: Any, spawn: Any) -> None:
-        """Attach Lightning's launcher, unless somebody (torchrun, Slurm) has started the ranks
-        already."""
+        """Attach Lightning's launcher, unless the ranks exist already (torchrun, Slurm) or are one.
+
+        For one process the launcher would start nothing and leave LOCAL_RANK in the environment,
+        where a later run with more ranks takes it for a sign that its ranks exist.
+        """
         environment = self.cluster_environment
         if self._start_method != "popen":
             self._launcher = spawn(self, start_method=self._start_method)
-        elif not environment.creates_processes_externally:
+        elif self._num_nodes * self.num_processes > 1 and not (
+            environment.creates_processes_externally
+        ):
             if self.num_processes > 1 and _in_hydra_sweep():
                 raise ConfigError(
                     [
@@ -129,6 +134,15 @@ class Ranks:
                     ]
                 )
             self._launcher = script(environment, self.num_processes, self._num_nodes)
+
+    def check_ranks(self) -> None:
+        """Compare devices x nodes with the ranks that exist, before anything else is done.
+
+        Lightning's launcher does so too, but where ranks exist already there is no launcher.
+        """
+        self.cluster_environment.validate_settings(
+            num_devices=self.num_processes, num_nodes=self._num_nodes
+        )
 
     def start_process_group(self) -> None:
         """Join the process group, or check the one that exists. Called again before every stage of

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -15,9 +15,6 @@ from zeroexp.strategies import checkpoint as files
 from zeroexp.strategies.compat import Namespace
 from zeroexp.strategies.faults import Meeting
 from zeroexp.strategies.optimization import Optimization, unwrapped
-
-if TYPE_CHECKING:
-    from zeroexp.engine import Engine
 
 
 class State:
@@ -32,8 +29,6 @@ class State:
     broadcast: Any
     _meeting: Meeting
     _late_state: tuple[Mapping[str, Any], bool] | None
-    _left: Engine | None
-    """The closed engine of the last fit."""
 
     # ------------------------------------------------------------------ what Lightning asks
     @property
@@ -104,11 +99,11 @@ class State:
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """torch's form of the state, whole, on rank 0; ``{}`` elsewhere."""
         optimizer = unwrapped(optimizer)
-        running = self.optimization.engine if self.optimization.is_set_up else None
-        for engine in (running, self._left):
-            if engine is not None and any(known is optimizer for known in engine.optimizers):
-                return engine.optimizer_state_dict(optimizer)
-        return optimizer.state_dict() if self.is_global_zero else {}
+        engine = self.optimization.engine_of(optimizer)
+        if engine is not None:
+            return engine.optimizer_state_dict(optimizer)
+        state: dict[str, Any] = optimizer.state_dict() if self.is_global_zero else {}
+        return state
 
     def save_checkpoint(
         self,

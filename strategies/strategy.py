@@ -25,9 +25,14 @@ from zeroexp.errors import ModelError, OptimizerError
 from zeroexp.strategies import callbacks, schedulers
 from zeroexp.strategies.compat import Namespace, namespace
 from zeroexp.strategies.faults import Meeting, Sigterm
-from zeroexp.strategies.optimization import Optimization, ZeroGrad
+from zeroexp.strategies.optimization import Optimization, ZeroGrad, refuse_closures
 from zeroexp.strategies.options import build_config
-from zeroexp.strategies.precision import PrecisionBehaviour, take_inputs_in, translate
+from zeroexp.strategies.precision import (
+    PrecisionBehaviour,
+    precision_class,
+    take_inputs_in,
+    translate,
+)
 from zeroexp.strategies.ranks import Ranks
 from zeroexp.strategies.state import State
 from zeroexp.strategies.steps import Steps
@@ -110,7 +115,6 @@ class ZeroBehaviour(Ranks, Steps, State):
         self._input_hooks: list[Any] = []
         self._adapted: list[Any] = []
         self._late_state = None
-        self._left = None
         self.ns.ParallelStrategy.__init__(
             self,
             accelerator=accelerator,
@@ -204,6 +208,7 @@ class ZeroBehaviour(Ranks, Steps, State):
         self.make_launcher(self.ns.ScriptLauncher, self.ns.SpawnLauncher)
 
     def setup_environment(self) -> None:
+        self.check_ranks()
         self.accelerator.setup_device(self.root_device)
         self.ns.reset_seed()
         self.start_process_group()
@@ -223,7 +228,7 @@ class ZeroBehaviour(Ranks, Steps, State):
         self.model = plugin.convert_module(self.model)
         self.model_to_device()
         if fitting:
-            self._left = None
+            self.optimization.left = None
             self.setup_optimizers(trainer)
         self.optimization.take(self._make_engine(self.model, self.optimizers if fitting else None))
         if self._late_state is not None:
@@ -251,10 +256,10 @@ class ZeroBehaviour(Ranks, Steps, State):
             clip=None,
         )
 
-    def _whole(self) -> Any:
+    def _whole(self, modify_rank: int | None) -> Any:
         from zeroexp import gathered
 
-        return gathered(self.lightning_module, modify_rank=0)
+        return gathered(self.lightning_module, modify_rank=modify_rank)
 
     def model_to_device(self) -> None:
         self.model.to(self.root_device)
@@ -264,6 +269,7 @@ class ZeroBehaviour(Ranks, Steps, State):
         self.ns.ParallelStrategy.setup_optimizers(self, trainer)
         if any(isinstance(optimizer, self.ns.MockOptimizer) for optimizer in self.optimizers):
             raise OptimizerError("configure_optimizers returned None; fit needs an optimizer")
+        refuse_closures(self.optimizers)
         for wrapper in self._lightning_optimizers:
             # The wrapper is an optimizer by class, so without this its zero_grad would be torch's,
             # on p.grad.
@@ -326,7 +332,7 @@ class ZeroBehaviour(Ranks, Steps, State):
             return
         engine.close()
         if engine.optimizers:
-            self._left = engine  # closed; it still knows the optimizers' state
+            self.optimization.left = engine
 
 
 def _no_inference_mode(trainer: Any) -> None:
@@ -351,12 +357,3 @@ def strategy_class(name: str) -> Any:
     members = {"ns": ns, "__module__": "zeroexp.strategies", "__doc__": ZeroBehaviour.__doc__}
     bases = (ZeroBehaviour, ns.ParallelStrategy)
     return types.new_class("ZeroStrategy", bases, exec_body=lambda space: space.update(members))
-
-
-@cache
-def precision_class(name: str) -> Any:
-    """The precision plugin of ``ZeroStrategy`` in the namespace ``name``."""
-    ns = namespace(name)
-    members = {"__module__": "zeroexp.strategies", "__doc__": PrecisionBehaviour.__doc__}
-    bases = (PrecisionBehaviour, ns.Precision)
-    return types.new_class("ZeroPrecision", bases, exec_body=lambda space: space.update(members))
