@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
@@ -63,7 +64,7 @@ class Engine:
         clip: float | str | None = "config",
     ) -> None:
         if not isinstance(config, Config):
-            config = Config.from_mapping(config or {})
+            config = Config.from_mapping(_with_ranks(config or {}))
         self.config = config.resolved()
         self.module = module
         self.optimizers = _as_list(optimizers)
@@ -88,7 +89,7 @@ class Engine:
             self.ledger,
             placement,
             self.policy,
-            BufferPool(self.device),
+            BufferPool(self.device, self.ledger, "gradients"),
             self.device,
             zero.bucket,
         )
@@ -587,6 +588,15 @@ def _as_list(optimizers: Optimizer | Sequence[Optimizer] | None) -> list[Optimiz
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
 
+def _with_ranks(partial: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``partial`` with the ranks that exist, where it says nothing about them."""
+    trainer = dict(partial.get("trainer") or {})
+    if dist.is_initialized() and not {"devices", "num_nodes"} & set(trainer):
+        trainer["devices"] = dist.get_world_size()
+        return {**partial, "trainer": trainer}
+    return partial
+
+
 def _device_of(module: nn.Module) -> torch.device:
     return next((p.device for p in module.parameters()), torch.device("cpu"))
 
@@ -639,6 +649,8 @@ def initialize(
     from zeroexp.config import load
     from zeroexp.optim import build, schedule
 
+    if isinstance(config, Mapping):
+        config = _with_ranks(config)
     settings = config if isinstance(config, Config) else load(config or {})
     chosen = optimizer or build(settings.optim, model.named_parameters())
     engine = Engine(model, chosen, settings)

@@ -32,7 +32,7 @@ class P2PGroup(Group):
     ) -> None:
         super().__init__(ranks, rank, ledger, timeout)
         self._channel = channel
-        self._pool = BufferPool(torch.device("cpu"))
+        self._pool = BufferPool(torch.device("cpu"), ledger, f"received {id(channel)}")
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> tuple[int, dist.Work]:
         return peer, _work(dist.isend(tensor, peer, group=self._channel, tag=tag))

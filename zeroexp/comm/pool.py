@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from zeroexp import ops
+from zeroexp.ledger import Ledger
+from zeroexp.placement import Tier
 
 _HUGE_FROM = 1 << 20
 """Bytes from which a host buffer is worth huge pages: fresh small pages cost five times as much to fill."""
@@ -21,11 +23,12 @@ def flat_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 class BufferPool:
     """Buffers for values in transit. Only for memory that no autograd graph holds views of."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ledger: Ledger, label: str) -> None:
         self._device = device
+        self._ledger = ledger
+        self._label = label
         self._free: list[Tensor] = []
-        self.nbytes = 0
-        """Bytes of all buffers, free and taken."""
+        self._nbytes = 0  # of all buffers, free and taken
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer of at least ``numel`` elements as raw bytes (view it as ``dtype``); contents undefined."""
@@ -36,7 +39,8 @@ class BufferPool:
             self._free = [b for b in self._free if b is not best]
         else:
             best = flat_zeros(nbytes, torch.uint8, self._device)
-            self.nbytes += nbytes
+            self._nbytes += nbytes
+            self._ledger.hold("", "workspace", Tier.DEVICE, self._nbytes, label=self._label)
         return best
 
     def give(self, raw: Tensor) -> None:

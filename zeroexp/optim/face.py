@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
+from types import MethodType
 from typing import Any
 
 from torch import Tensor
@@ -36,7 +37,7 @@ class Face:
         self.state: State = defaultdict(dict)
         self._step = optimizer.step  # bound; a scheduler may have wrapped it already
 
-        def step(closure: Callable[[], Any] | None = None) -> Any:
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             loss = closure() if closure is not None else None
             on_step()
             return loss
@@ -46,7 +47,7 @@ class Face:
 
         # torch's schedulers look for this mark to tell whether a step goes past them; ours reaches the wrapped one.
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer.step = step  # type: ignore[method-assign]
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
     def step(self, groups: Sequence[Sequence[Tensor]]) -> None:

@@ -27,19 +27,28 @@ def gathered(
     wanted = _list(params)
     owners = {id(o): o for p in wanted if (o := owner_of(p)) is not None}
     with whole(owners.values(), edit=modify_rank is not None):
-        before = [p._version for p in wanted]
-        yield
-        if modify_rank is None:
-            changed = [i for i, (p, v) in enumerate(zip(wanted, before, strict=True)) if p._version != v]
-            if changed:
-                shape = tuple(wanted[changed[0]].shape)
-                raise ModelError(
-                    f"{len(changed)} parameter(s) were written inside gathered(), the first of shape {shape}: the write "
-                    "would be lost. Pass modify_rank, the rank whose values count."
-                )
+        if modify_rank is not None:
+            yield
+            if owners:
+                _spread(next(iter(owners.values())).world, wanted, modify_rank)
             return
-        if owners:
-            _spread(next(iter(owners.values())).world, wanted, modify_rank)
+        versions = [p._version for p in wanted]
+        before = [p.detach().clone() for p in wanted]
+        yield
+        changed = [i for i, (p, v) in enumerate(zip(wanted, versions, strict=True)) if p._version != v]
+        with torch.no_grad():
+            for i in changed:
+                wanted[i].copy_(before[i])
+        if owners:  # a write on one rank is an error on all of them
+            world = next(iter(owners.values())).world
+            first = torch.tensor([changed[0] if changed else -1])
+            rows = world.control.exchange(first, "check of read-only parameters").flatten().tolist()
+            changed = [i for i in rows if i >= 0]
+        if changed:
+            raise ModelError(
+                f"a parameter of shape {tuple(wanted[changed[0]].shape)} was written inside gathered(); the write was "
+                "undone. Pass modify_rank, the rank whose values count."
+            )
 
 
 def _spread(world: World, params: list[nn.Parameter], source: int) -> None:

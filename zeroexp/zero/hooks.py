@@ -34,6 +34,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, field.name, None))
 
 
+def _raised(output: Any) -> bool:
+    """Whether a forward hook with ``always_call`` runs because the forward raised."""
+    return output is None and sys.exc_info()[0] is not None
+
+
 class Edge:
     """What happens when the gradient of one activation is ready: first the unit that consumed it is retired, then the
     unit that produced it is gathered, so that the two are not whole together."""
@@ -85,8 +90,9 @@ class Hooks:
                 self._residency.need(unit)
 
         def post(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            failed = output is None and sys.exc_info()[0] is not None
-            self.watch_outputs(unit, output)
+            failed = _raised(output)
+            if not failed:
+                self.watch_outputs(unit, output)
             self._residency.exit_scope(failed)
 
         self._handles.append(module.register_forward_pre_hook(ModuleHook(pre), prepend=True))
@@ -101,6 +107,8 @@ class Hooks:
                 self._watch_inputs(unit, (args, kwargs))
 
         def post(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if _raised(output):  # the scope's end releases what is whole; nothing may be gathered now
+                return
             self.watch_outputs(unit, output)
             self._residency.leave(unit)
 

@@ -8,7 +8,7 @@ from enum import Enum
 from torch import Tensor, nn
 
 from zeroexp.comm import Pending
-from zeroexp.errors import ModelError
+from zeroexp.errors import CollectiveTimeout, ModelError
 from zeroexp.zero.segment import SegmentState
 
 
@@ -40,6 +40,7 @@ class UnitState:
         """While positive the unit stays whole: somebody outside its own module uses it."""
         self.outstanding = 0
         """Forward calls whose backward has not finished."""
+        self._gathers = 0
         self._expected = 0
         self._seen: set[tuple[int, int]] = set()
         self._pending: list[Pending] = []
@@ -83,6 +84,7 @@ class UnitState:
     def gather(self) -> None:
         """Start to make the parameters whole."""
         self._expect(Life.SHARDED, of=self.life, action="start a gather")
+        self._gathers += 1
         self._pending = [s.gather() for s in self._sharded]
         self.life = Life.GATHERING
 
@@ -91,8 +93,13 @@ class UnitState:
         if self.life is Life.WHOLE:
             return
         self._expect(Life.GATHERING, of=self.life, action="finish a gather")
-        for pending in self._pending:
-            pending.wait()
+        try:
+            for pending in self._pending:
+                pending.wait()
+        except CollectiveTimeout as error:
+            raise CollectiveTimeout(
+                f"{error} On this rank (rank {self.rank}) it is gather {self._gathers} of this unit."
+            ) from error
         self._pending = []
         for segment in self._sharded:
             segment.show_whole()
