@@ -1,5 +1,6 @@
 """Files that a reader sees old or new, never half: written beside their place, then renamed into
-it.
+it. That holds when a process is killed; nothing is forced to disk (fsync), which takes seconds on a
+busy one and would keep a failing rank from ending.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ def write_text(path: Path, text: str) -> None:
     try:
         with open(scratch, "w", encoding="utf-8") as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
         os.replace(scratch, path)
     except OSError:
         with contextlib.suppress(OSError):

@@ -18,7 +18,8 @@ from zeroexp.run.directory import RunDirectory
 # What gloo, NCCL and the store say to a rank whose peer has gone. Such an error is a consequence of
 # another rank's end.
 _LOST_PEER = re.compile(
-    r"connection (was )?(closed|reset|refused)|closed by peer|broken pipe|socket (closed|timeout)|"
+    r"connection (to .* broke|was closed|closed|reset|refused)|closed by peer|broken pipe|"
+    r"socket (closed|timeout)|"
     r"remote process exited|connection timed out|recvValue failed|sendBytes failed|"
     r"failed to (recv|send)|heartbeat monitor|application timeout caused pair closure",
     re.IGNORECASE,
@@ -52,11 +53,11 @@ def _class_of(error: BaseException) -> str:
         return status.CONFIG
     if isinstance(error, NonFiniteError):
         return status.NAN
-    if isinstance(error, CollectiveTimeout):
-        return status.TIMEOUT
     if isinstance(error, KeyboardInterrupt):
         return status.INTERRUPTED
     message = str(error)
+    if isinstance(error, CollectiveTimeout):
+        return status.CRASH if lost_peer(message) else status.TIMEOUT
     torch = sys.modules.get(
         "torch"
     )  # a rank that failed before torch was imported needs no torch to say so

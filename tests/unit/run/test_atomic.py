@@ -15,10 +15,10 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
     path = tmp_path / "status.json"
     atomic.write_text(path, "old")
 
-    def full(descriptor: int) -> None:
+    def full(source: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(atomic.os, "fsync", full)
+    monkeypatch.setattr(atomic.os, "replace", full)
     with pytest.raises(OSError, match="No space left"):
         atomic.write_text(path, "new")
     assert path.read_text() == "old"

@@ -58,6 +58,15 @@ def test_a_killed_rank_is_named_though_it_could_say_nothing(directory: RunDirect
     assert "SIGKILL" in found.reason
 
 
+def test_the_engine_s_word_for_a_lost_peer_is_a_consequence(directory: RunDirectory) -> None:
+    broke = "all-gather of unit root: the connection to rank 1 broke (Connection closed by peer)"
+    fault.record(directory, 0, CollectiveTimeout(broke), at=10.0)
+    exits(directory, (1, -signal.SIGSEGV, 10.02), (0, 1, 10.1))
+    found = verdict(directory, agent_code=1, oom_kills=0)
+    assert (found.status, found.failed_rank) == ("crash", 1)
+    assert "SIGSEGV" in found.reason
+
+
 def test_a_kill_for_memory_is_oom(directory: RunDirectory) -> None:
     exits(directory, (1, -signal.SIGKILL, 10.0))
     found = verdict(directory, agent_code=1, oom_kills=1)
@@ -110,6 +119,7 @@ def test_an_agent_without_ranks_speaks_for_itself(directory: RunDirectory) -> No
         (ConfigError([Problem("a", "b")]), status.CONFIG),
         (NonFiniteError("loss is nan"), status.NAN),
         (CollectiveTimeout("all_gather"), status.TIMEOUT),
+        (CollectiveTimeout("all-gather: the connection to rank 1 broke (reset)"), status.CRASH),
         (MemoryError(), status.OOM),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), status.OOM),
         (OSError(12, "Cannot allocate memory"), status.OOM),
