@@ -20,10 +20,16 @@ def stub(tmp_path: Path) -> Iterator[Callable[..., StubRun]]:
     """Starts :class:`StubRun` in directories of its own: ``stub("loop", ranks=2)``."""
     started: list[StubRun] = []
 
-    def start(*arguments: str, ranks: int = 2, retries: int = 0, **env: str) -> StubRun:
+    def start(
+        *arguments: str,
+        ranks: int = 2,
+        retries: int = 0,
+        within: Path | None = None,
+        **env: str,
+    ) -> StubRun:
         directory = tmp_path / f"run{len(started)}"
         directory.mkdir()
-        started.append(StubRun(directory, ranks, retries, *arguments, **env))
+        started.append(StubRun(directory, ranks, retries, *arguments, within=within, **env))
         return started[-1]
 
     yield start

@@ -40,9 +40,20 @@ def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
 class StubRun:
     """A driver with stub ranks in a process of its own."""
 
-    def __init__(self, directory: Path, ranks: int, retries: int, *stub: str, **env: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        ranks: int,
+        retries: int,
+        *stub: str,
+        within: Path | None = None,
+        **env: str,
+    ) -> None:
         self.directory = directory
         command = [sys.executable, str(HERE / "stub_driver.py"), str(directory), str(ranks)]
+        if within is not None:  # a control group, joined before anything is started
+            join = f"echo $$ > {within}/cgroup.procs && exec "
+            command = ["sh", "-c", join + '"$@"', "sh", *command]
         self.process = subprocess.Popen(
             [*command, str(retries), *stub],
             env=environment(**env),

@@ -4,7 +4,8 @@ model.
 ``python stub_rank.py RUN_DIR MODE [RANK]``. Modes: ``ok`` (5 all-reduces), ``loop`` (all-reduces
 for ever), ``raise`` (RANK raises at its third), ``exit`` (RANK ends with code 3), ``hang`` (RANK
 stops taking part), ``child`` (as loop, RANK having started a grandchild in a session of its own),
-``env`` (writes its environment to RUN_DIR/env<rank>.json).
+``eat`` (RANK takes memory until there is none), ``env`` (writes its environment to
+RUN_DIR/env<rank>.json).
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ def main(run_dir: str, mode: str, culprit: str = "1") -> None:
             if is_culprit and step == 3:
                 if mode == "raise" or (mode == "once" and context.attempt == 0):
                     raise ValueError("boom")
+                if mode == "eat":
+                    eaten = []
+                    while True:
+                        eaten.append(b"x" * (16 << 20))
                 if mode == "exit":
                     os._exit(3)
                 if mode == "hang":

@@ -9,7 +9,8 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from processes import StubRun, wait_until
@@ -57,6 +58,31 @@ def test_a_killed_rank_ends_the_run_within_15_seconds(stub: Start, victim: int) 
     said = run.verdict(15)
     assert (said["status"], said["failed_rank"]) == ("crash", victim)
     assert "SIGKILL" in said["reason"]
+    assert run.left_over() == []
+
+
+@pytest.fixture
+def small_memory() -> Iterator[Path]:
+    """A control group with 700 MiB: two ranks fit, one that eats does not."""
+    group = next(iter(procfs.memory_groups()), None)
+    if group is None or not os.access(group, os.W_OK):
+        pytest.skip("control groups cannot be made here")
+    made = group / f"zeroexp-test-{os.getpid()}"
+    try:
+        made.mkdir()
+        v2 = (made / "memory.max").exists()
+        (made / ("memory.max" if v2 else "memory.limit_in_bytes")).write_text(str(700 << 20))
+    except OSError as error:
+        pytest.skip(f"control groups cannot be made here: {error}")
+    yield made
+    wait_until(lambda: not (made / "cgroup.procs").read_text(), 20, "empty control group")
+    made.rmdir()
+
+
+def test_a_rank_killed_for_memory_is_oom(stub: Start, small_memory: Path) -> None:
+    run = stub("eat", "1", within=small_memory)
+    said = run.verdict(90)
+    assert (said["status"], said["failed_rank"]) == ("oom", 1), said
     assert run.left_over() == []
 
 

@@ -46,59 +46,57 @@ def total_memory_bytes() -> int | None:
     return min(limits, default=None)
 
 
-def _cgroup_directories() -> list[Path]:
-    """The control group (v2) of this process and its parents, nearest first; empty under v1 or
-    without one.
-    """
-    root = Path("/sys/fs/cgroup")
+def memory_groups() -> list[Path]:
+    """The memory control group of this process and its parents, nearest first (v2, else v1)."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    own = next((line[3:] for line in lines if line.startswith("0::")), None)
-    if own is None:
-        return []
-    path = root / own.lstrip("/")
     found = []
-    while path.is_relative_to(root):
-        found.append(path)
-        path = path.parent
+    for line in lines:
+        number, controllers, own = line.split(":", 2)
+        roots = []
+        if "memory" in controllers.split(","):
+            roots = [Path("/sys/fs/cgroup/memory")]
+        elif number == "0":
+            roots = [Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")]
+        for root in roots:
+            path = root / own.lstrip("/")
+            found += [p for p in (path, *path.parents) if p.is_relative_to(root)]
     return found
 
 
 def cgroup_limit_bytes() -> int | None:
-    """The tightest memory limit of this process's control groups (v2, else v1); None when unlimited
-    or unknown.
+    """The tightest memory limit of this process's control groups; None when unlimited or
+    unknown.
     """
     limits: list[int] = []
-    candidates = [directory / "memory.max" for directory in _cgroup_directories()]
-    candidates.append(Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-    for path in candidates:
-        with contextlib.suppress(OSError, ValueError):
-            value = int(path.read_text())  # "max" is no number: unlimited
-            if value < 1 << 60:  # v1 writes its "unlimited" as a huge page-rounded number
-                limits.append(value)
+    for group in memory_groups():
+        for name in ("memory.max", "memory.limit_in_bytes"):  # v2, v1
+            with contextlib.suppress(OSError, ValueError):
+                value = int((group / name).read_text())  # "max" is no number: unlimited
+                if value < 1 << 60:  # v1 writes its "unlimited" as a huge page-rounded number
+                    limits.append(value)
     return min(limits, default=None)
 
 
 def oom_kills() -> int | None:
-    """How many processes the kernel has killed for memory so far, in this control group and
-    machine-wide.
+    """How many processes of this control group the kernel has killed for memory so far.
 
-    The difference of two readings around a run tells a kill for memory from another SIGKILL. None
-    when neither ``memory.events`` (v2), ``memory.oom_control`` (v1) nor ``/proc/vmstat`` can be
-    read.
+    The difference of two readings around a run tells a kill for memory from another SIGKILL. Read
+    from ``memory.events`` (v2) or ``memory.oom_control`` (v1), which count kills for the machine's
+    memory as well as for the group's limit; outside control groups the machine's own count; None
+    where there is neither.
     """
-    counts: list[int] = []
-    sources = [directory / "memory.events" for directory in _cgroup_directories()[:1]]
-    sources += [Path("/sys/fs/cgroup/memory/memory.oom_control"), Path("/proc/vmstat")]
-    for path in sources:
-        with contextlib.suppress(OSError, ValueError, IndexError):
+    groups = memory_groups()[:1]
+    sources = [group / name for group in groups for name in ("memory.events", "memory.oom_control")]
+    for path in [*sources, Path("/proc/vmstat")]:
+        with contextlib.suppress(OSError, ValueError):
             for line in path.read_text().splitlines():
                 name, _, value = line.partition(" ")
                 if name == "oom_kill":
-                    counts.append(int(value))
-    return sum(counts) if counts else None
+                    return int(value)
+    return None
 
 
 def start_ticks(pid: int) -> int | None:
