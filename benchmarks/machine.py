@@ -64,4 +64,6 @@ def provenance(kind: str, arguments: list[str]) -> dict[str, Any]:
         "dirty": bool(status) if status is not None else None,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": machine(),
+        # What else the machine was doing: a figure well above 0 here means disturbed numbers.
+        "load_before": os.getloadavg()[0],
     }

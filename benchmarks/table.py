@@ -113,7 +113,7 @@ def origin(file: Mapping[str, Any]) -> str:
     return (
         f"`{file['command']}` at commit {commit}, {file['date']}; {cpu} with "
         f"{', '.join(machine['isa'])}; {machine['cores']} cores, {memory}, "
-        f"Linux {machine['kernel']}."
+        f"Linux {machine['kernel']}; load before the run {file['load_before']:.1f}."
     )
 
 

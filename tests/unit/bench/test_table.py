@@ -57,6 +57,7 @@ def result(work: str, modes: dict[str, Any]) -> dict[str, Any]:
             "memory_bytes": 24 * 2**30,
             "kernel": "6.1",
         },
+        "load_before": 0.1,
         "settings": {"world_size": 2, "threads": 1, "rounds": 3, "steps": 1},
         "work": {"name": work, "title": "toy", "num_params": PARAMS, "modes": modes},
     }
