@@ -27,7 +27,6 @@ def _say(line: str) -> None:
 def _write(path: Path, result: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
-    _say(f"wrote {path.name}")
 
 
 def _train(arguments: argparse.Namespace, argv: list[str]) -> None:
@@ -46,8 +45,10 @@ def _train(arguments: argparse.Namespace, argv: list[str]) -> None:
     for work in arguments.work:
         result = provenance("training", argv)
         result["settings"] = dataclasses.asdict(settings)
-        result["work"] = compare(work, modes, settings, _say)
-        _write(Path(arguments.out) / f"training-{work}.json", result)
+        # Written after every round: a run that is ended early leaves what it has measured.
+        for so_far in compare(work, modes, settings, _say):
+            result["work"] = so_far
+            _write(Path(arguments.out) / f"training-{work}.json", result)
 
 
 def main(argv: list[str] | None = None) -> None:

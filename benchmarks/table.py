@@ -130,8 +130,8 @@ def work_section(file: Mapping[str, Any]) -> list[str]:
         f"## {result.name}: {result.title}",
         "",
         f"{result.num_params / 1e6:.1f} million parameters, {settings['world_size']} ranks x "
-        f"{settings['threads']} thread, {settings['rounds']} rounds of {settings['steps']} timed "
-        f"steps. {', '.join(sorted(versions))}.",
+        f"{settings['threads']} thread, {file['work']['rounds']} rounds of {settings['steps']} "
+        f"timed steps. {', '.join(sorted(versions))}.",
         "",
         origin(file),
         "",

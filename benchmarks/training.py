@@ -9,7 +9,7 @@ each round (which yields more samples of its start, and the same steps).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,9 +119,9 @@ class Entry:
 
 def compare(
     work: str, modes: Sequence[str], settings: Settings, say: Callable[[str], None]
-) -> dict[str, Any]:
-    """Run all rounds of all modes on one work; returns the ``work`` part of a result file, raw
-    samples and all."""
+) -> Iterator[dict[str, Any]]:
+    """Run all rounds of all modes on one work; after each round yields the ``work`` part of a
+    result file, all samples so far (bytes are counted in the last one)."""
     entries = [Entry(work, mode, settings) for mode in modes]
     if any(entry.mode.interpreter == "peers" for entry in entries) and not peer_env.exists():
         for entry in entries:
@@ -146,12 +146,13 @@ def compare(
                 say(
                     f"{work} round {round_index + 1}/{settings.rounds} {entry.mode.name}: {outcome}"
                 )
+            yield {
+                "name": work,
+                "title": WORKS[work].title,
+                "num_params": WORKS[work].num_params,
+                "rounds": round_index + 1,
+                "modes": {entry.mode.name: entry.result() for entry in entries},
+            }
     finally:
         for entry in entries:
             entry.stop()
-    return {
-        "name": work,
-        "title": WORKS[work].title,
-        "num_params": WORKS[work].num_params,
-        "modes": {entry.mode.name: entry.result() for entry in entries},
-    }
