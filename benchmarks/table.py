@@ -121,6 +121,7 @@ def work_section(file: Mapping[str, Any]) -> list[str]:
     """Title, origin and table of one training result."""
     result = WorkResult(file["work"])
     settings = file["settings"]
+    rounds = max(len(mode["rounds"]) for mode in file["work"]["modes"].values())
     versions = {
         f"{name} {version}"
         for mode in file["work"]["modes"].values()
@@ -130,7 +131,7 @@ def work_section(file: Mapping[str, Any]) -> list[str]:
         f"## {result.name}: {result.title}",
         "",
         f"{result.num_params / 1e6:.1f} million parameters, {settings['world_size']} ranks x "
-        f"{settings['threads']} thread, {file['work']['rounds']} rounds of {settings['steps']} "
+        f"{settings['threads']} thread, {rounds} rounds of {settings['steps']} "
         f"timed steps. {', '.join(sorted(versions))}.",
         "",
         origin(file),

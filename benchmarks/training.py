@@ -150,7 +150,6 @@ def compare(
                 "name": work,
                 "title": WORKS[work].title,
                 "num_params": WORKS[work].num_params,
-                "rounds": round_index + 1,
                 "modes": {entry.mode.name: entry.result() for entry in entries},
             }
     finally:

@@ -59,7 +59,7 @@ def result(work: str, modes: dict[str, Any]) -> dict[str, Any]:
         },
         "load_before": 0.1,
         "settings": {"world_size": 2, "threads": 1, "rounds": 3, "steps": 1},
-        "work": {"name": work, "title": "toy", "num_params": PARAMS, "rounds": 3, "modes": modes},
+        "work": {"name": work, "title": "toy", "num_params": PARAMS, "modes": modes},
     }
 
 
