@@ -26,9 +26,14 @@ from zeroexp.config import Config
 from zeroexp.errors import CheckpointError, ModelError, OptimizerError
 from zeroexp.strategies import checkpoint as files
 from zeroexp.strategies.compat import Namespace, namespace
-from zeroexp.strategies.optimization import Optimization, refuse_closures, unwrapped
+from zeroexp.strategies.optimization import (
+    Optimization,
+    refuse_closures,
+    refuse_compiled,
+    unwrapped,
+)
 from zeroexp.strategies.options import build_config
-from zeroexp.strategies.precision import Formats, take_inputs_in, translate
+from zeroexp.strategies.precision import Formats, refuse_unsupported, take_inputs_in, translate
 from zeroexp.strategies.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -41,9 +46,6 @@ class FabricFormats(Formats):
     def __init__(self, config: Config, device_type: str, optimization: Optimization) -> None:
         self._optimization = optimization
         self.set_formats(config, device_type)
-
-    def convert_output(self, data: Any) -> Any:
-        return data
 
     def pre_backward(self, tensor: Tensor, module: Any) -> None:
         """Nothing: the engine scales the loss."""
@@ -184,6 +186,10 @@ class FabricBehaviour(Ranks):
         plugin = self.precision
         self.config = self.config_here(plugin.config)
         plugin.set_formats(self.config, self.root_device.type)
+        if plugin.is_mixed:
+            refuse_unsupported(module)
+        if self.config.zero.stage == 3:
+            refuse_compiled(module)
         engine = Engine(
             module,
             optimizers,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroexp.errors import ModelError, OptimizerError, ZeroexpError
 
@@ -22,7 +22,8 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def refuse_closures(optimizers: Sequence[Any]) -> None:
-    """Raise :class:`OptimizerError` for an optimizer that calls the loss several times in a step."""
+    """Raise :class:`OptimizerError` for an optimizer that calls the loss several times in a
+    step."""
     for optimizer in optimizers:
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
@@ -32,16 +33,33 @@ def refuse_closures(optimizers: Sequence[Any]) -> None:
             )
 
 
+def refuse_compiled(module: nn.Module) -> None:
+    """Raise :class:`ModelError` where ``module.compile()`` was called on a part of ``module``.
+
+    It compiles the hooks of that part, too, and those gather and release parameters.
+    """
+    for name, part in module.named_modules():
+        if part._compiled_call_impl is not None:
+            raise ModelError(
+                f"{name or 'the model'} was compiled with .compile(), which puts the hooks that"
+                " gather and release"
+                " parameters into the graph. Compile its forward:"
+                f" `module.{name}.forward = torch.compile(module.{name}.forward)`."
+            )
+
+
 class Optimization:
     """One engine, and what has to be remembered between Lightning's calls to it.
 
-    ``engine`` is there between the strategy's ``setup`` and ``teardown``. ``left`` is the closed engine
-    of the last fit: it still knows optimizer state, loss scale and counters, for a late save.
+    ``engine`` is there between the strategy's ``setup`` and ``teardown``. ``left`` is the closed
+    engine of the last fit: it still knows optimizer state, loss scale and counters, for a late
+    save.
     """
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
         self.left: Engine | None = None
+        self._groups: list[list[int]] = []
         self._blocked = 0
         self._clips = 0
         self._warned = False
@@ -65,8 +83,14 @@ class Optimization:
     def take(self, engine: Engine | None) -> None:
         """Work with ``engine`` from now on (``None``: with none)."""
         self._engine = engine
+        self._groups = _sizes(engine)
         self._blocked = 0
         self._skipped.clear()
+
+    @property
+    def groups_changed(self) -> bool:
+        """Whether parameters were added to an optimizer since the engine was built."""
+        return self._engine is not None and _sizes(self._engine) != self._groups
 
     # ------------------------------------------------------------------ backward
     @contextmanager
@@ -194,6 +218,12 @@ class Optimization:
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:
         self.engine.load_scalar_state(state)
+
+
+def _sizes(engine: Engine | None) -> list[list[int]]:
+    """Number of parameters in each group of each optimizer."""
+    optimizers = engine.optimizers if engine is not None else []
+    return [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
 
 
 class ZeroGrad:

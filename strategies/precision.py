@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from zeroexp.config import Config
-from zeroexp.errors import ConfigError, Problem
+from zeroexp.errors import ConfigError, ModelError, Problem
 from zeroexp.strategies.compat import Namespace, namespace
 from zeroexp.strategies.optimization import Optimization
 
@@ -138,6 +138,24 @@ def _cast(dtype: torch.dtype) -> Any:
     return cast
 
 
+def refuse_unsupported(module: nn.Module) -> None:
+    """Raise :class:`ModelError` for modules that cannot compute with low weights and fp32
+    buffers."""
+    for name, owner in module.named_modules():
+        if not isinstance(
+            owner, (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+        ):
+            continue
+        if owner.affine and owner.running_mean is not None:
+            raise ModelError(
+                f"{name} is a {type(owner).__name__}: its running statistics stay in fp32 and"
+                " its weights are in"
+                " the compute dtype, which torch does not multiply. Use precision='32-true' (or"
+                " 'bf16-true', with"
+                " low statistics), or a LayerNorm, GroupNorm or RMSNorm."
+            )
+
+
 def take_inputs_in(module: nn.Module, dtype: torch.dtype) -> list[Any]:
     """Let every module that owns floating parameters take its floating inputs in ``dtype``.
 
@@ -212,6 +230,13 @@ class Formats:
         if self.is_mixed or self.is_plain:
             return data
         return apply_to_collection(data, dtype=Tensor, function=_cast(self.compute))
+
+    def convert_output(self, data: Any) -> Any:
+        """Floating outputs of a model in the default dtype, so that a loss outside it is not
+        low."""
+        if self.is_plain:
+            return data
+        return apply_to_collection(data, dtype=Tensor, function=_cast(torch.get_default_dtype()))
 
 
 class PrecisionBehaviour(Formats):

@@ -27,6 +27,7 @@ class State:
     is_global_zero: bool
     lightning_module: Any
     broadcast: Any
+    follow_optimizers: Any
     _meeting: Meeting
     _late_state: tuple[Mapping[str, Any], bool] | None
 
@@ -77,6 +78,7 @@ class State:
                 " configure_optimizers returned"
                 f" {len(self.optimizers)}"
             )
+        self.follow_optimizers()
         for optimizer, state in zip(self.optimizers, states, strict=True):
             self.optimization.engine.load_optimizer_state_dict(unwrapped(optimizer), state)
 

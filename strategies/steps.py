@@ -19,6 +19,7 @@ class Steps:
     lightning_module: Any
     precision_plugin: Any
     side: Any
+    follow_optimizers: Any
     _sigterm: Sigterm
 
     @contextmanager
@@ -66,6 +67,7 @@ class Steps:
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._sigterm.stop_if_agreed(self.side)
+        self.follow_optimizers()
 
     def on_train_end(self) -> None:
         self._sigterm.forget()

@@ -25,11 +25,12 @@ from zeroexp.errors import ModelError, OptimizerError
 from zeroexp.strategies import callbacks, schedulers
 from zeroexp.strategies.compat import Namespace, namespace
 from zeroexp.strategies.faults import Meeting, Sigterm
-from zeroexp.strategies.optimization import Optimization, ZeroGrad, refuse_closures
+from zeroexp.strategies.optimization import Optimization, ZeroGrad, refuse_closures, refuse_compiled
 from zeroexp.strategies.options import build_config
 from zeroexp.strategies.precision import (
     PrecisionBehaviour,
     precision_class,
+    refuse_unsupported,
     take_inputs_in,
     translate,
 )
@@ -225,6 +226,10 @@ class ZeroBehaviour(Ranks, Steps, State):
         plugin.set_formats(self.config, self.root_device.type)
         if fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
+        if plugin.is_mixed:
+            refuse_unsupported(self.model)
+        if self.config.zero.stage == 3:
+            refuse_compiled(self.model)
         self.model = plugin.convert_module(self.model)
         self.model_to_device()
         if fitting:
@@ -255,6 +260,25 @@ class ZeroBehaviour(Ranks, Steps, State):
             divide_accumulation=False,
             clip=None,
         )
+
+    def follow_optimizers(self) -> None:
+        """Build the engine anew, with the state it had, where a callback has added parameter
+        groups.
+
+        Lightning's finetuning callbacks do so between epochs. Every rank comes here at the same
+        batch.
+        """
+        if not self.optimization.groups_changed:
+            return
+        old = self.engine
+        states = [old.optimizer_state_dict(optimizer) for optimizer in old.optimizers]
+        scalars = old.scalar_state()
+        old.close()
+        engine = self._make_engine(self.model, old.optimizers)
+        for optimizer, state in zip(old.optimizers, states, strict=True):
+            engine.load_optimizer_state_dict(optimizer, state)
+        engine.load_scalar_state(scalars)
+        self.optimization.take(engine)
 
     def _whole(self, modify_rank: int | None) -> Any:
         from zeroexp import gathered
@@ -291,6 +315,18 @@ class ZeroBehaviour(Ranks, Steps, State):
             if empty_init:
                 stack.enter_context(torch.device("meta"))
             stack.enter_context(self.precision_plugin.tensor_init_context())
+            yield
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around ``configure_model``: at stage 3 the parameters are born sharded, block by
+        block."""
+        if self.asked.zero.stage < 3:
+            yield
+            return
+        from zeroexp import sharded_init
+
+        with sharded_init(self.config_here(self.precision_plugin.config)):
             yield
 
     # ------------------------------------------------------------------ a run ends

@@ -22,7 +22,8 @@ WIDTH = 8
 
 
 def become_elastic() -> None:
-    """Let Lightning see ranks that exist already, as under torchrun (the pool restores os.environ)."""
+    """Let Lightning see ranks that exist already, as under torchrun (the pool restores
+    os.environ)."""
     rank, size = dist.get_rank(), dist.get_world_size()
     os.environ.update(
         TORCHELASTIC_RUN_ID="pool",
@@ -74,6 +75,15 @@ def loader(batches: int, per_batch: int = 2, seed: int = 1, **kwargs: Any) -> Da
     """``batches`` batches for each rank."""
     count = batches * per_batch * dist.get_world_size()
     return DataLoader(rows(count, seed), batch_size=per_batch, **kwargs)  # type: ignore[arg-type]
+
+
+class Fixed(DataLoader[Any]):
+    """The same global batches at every number of ranks: 12 rows, 12 / ranks for each rank."""
+
+    def __init__(self, batches: int) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        data = rows(12 * batches).view(batches, size, 12 // size, -1)[:, rank]
+        super().__init__(data, batch_size=None)  # type: ignore[arg-type]
 
 
 class Net(pl.LightningModule):
@@ -132,3 +142,15 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """Largest absolute difference over all entries of two states with the same names."""
     assert a.keys() == b.keys()
     return max(float((a[key] - b[key]).abs().max()) for key in a)
+
+
+def fit_and_save(strategy: Any, net: Any, folder: Path, batches: int = 3, **kwargs: Any) -> Path:
+    run = trainer(strategy, **kwargs)
+    run.fit(net, loader(batches))
+    run.save_checkpoint(folder / "saved.ckpt")
+    return folder / "saved.ckpt"
+
+
+def load(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(path, weights_only=True)
+    return found

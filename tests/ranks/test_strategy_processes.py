@@ -11,7 +11,6 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -106,7 +105,8 @@ class Scripts:
         return self.running
 
     def finish(self) -> list[tuple[int, str]]:
-        """Exit code and output of each; a process that is still there after the limit is a failure."""
+        """Exit code and output of each; a process that is still there after the limit is a
+        failure."""
         until = time.monotonic() + LIMIT
         ended = []
         for process in self.running:
@@ -137,7 +137,8 @@ def saved(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("method", ["popen", "spawn"])
 def test_lightnings_launchers_start_the_ranks(scripts: Scripts, method: str) -> None:
-    """No torchrun: a registered name with popen, an instance with spawn (which pickles the strategy)."""
+    """No torchrun: a registered name with popen, an instance with spawn (which pickles the
+    strategy)."""
     chosen = "'zeroexp_stage_3'" if method == "popen" else "ZeroStrategy(3, start_method='spawn')"
     scripts.start(
         f"""
@@ -170,7 +171,8 @@ def test_a_trainer_for_fewer_ranks_than_there_are_is_refused(scripts: Scripts) -
         assert "WORLD_SIZE" in output or "world size" in output or "process group of" in output
 
 
-# --------------------------------------------------------------------------------- a rank that fails
+# --------------------------------------------------------------------------------- a rank that
+# fails
 
 RAISES = """
     class Raises(Net):
@@ -189,7 +191,8 @@ RAISES = """
 
 
 def test_an_exception_on_one_rank_does_not_hang(scripts: Scripts) -> None:
-    """Even with a callback that saves on exceptions, which needs every rank: it gives up after a few seconds."""
+    """Even with a callback that saves on exceptions, which needs every rank: it gives up after a
+    few seconds."""
     scripts.start(RAISES.format(ranks="(1,)"), size=2)
     (code0, output0), (code1, output1) = scripts.finish()
     assert code0 != 0
@@ -238,7 +241,9 @@ def test_sigterm_on_either_rank_stops_both_at_one_step(scripts: Scripts, rank: i
         time.sleep(0.1)
     processes[rank].send_signal(signal.SIGTERM)
     ended = scripts.finish()
-    said = [[line for line in output.splitlines() if "stopped after" in line] for _, output in ended]
+    said = [
+        [line for line in output.splitlines() if "stopped after" in line] for _, output in ended
+    ]
     assert [code for code, _ in ended] == [143, 143], ended
     assert said[0] == said[1]
     assert len(said[0]) == 1
@@ -264,5 +269,3 @@ def test_a_rank_that_does_not_come_is_named(scripts: Scripts) -> None:
     (code, output), _ = scripts.finish()
     assert code == 1
     assert "CollectiveTimeout" in output
-
-

@@ -1,4 +1,5 @@
-"""ZeroStrategy trains what DDP trains: losses, clipping, accumulation, samplers, seeds, manual optimization."""
+"""ZeroStrategy trains what DDP trains: losses, clipping, accumulation, samplers, seeds, manual
+optimization."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def reductions(stage: int, accumulate: int) -> tuple[int, int]:
 
 
 def test_accumulating_batches_are_not_reduced_where_gradients_are_whole(ranks: Any) -> None:
-    """zero.reduce=auto: stage 1 reduces once a step, stage 2 (sharded gradients) every micro-batch."""
+    """zero.reduce=auto: stage 1 reduces once a step, stage 2 (sharded gradients) every
+    micro-batch."""
     for one, three in zip(ranks(2)(reductions, 1, 1), ranks(2)(reductions, 1, 3), strict=True):
         assert one[1] == three[1] == 2
         assert three[0] == one[0] > 0
@@ -198,7 +200,8 @@ def test_clipping_that_cannot_reach_the_gradients_is_said(ranks: Any) -> None:
         assert said == []
 
 
-# --------------------------------------------------------------------------------- data, seeds, start
+# --------------------------------------------------------------------------------- data, seeds,
+# start
 
 
 class Watcher(Net):
@@ -281,7 +284,8 @@ def test_a_training_step_without_a_loss_is_refused(ranks: Any) -> None:
         ranks(2)(returns_none)
 
 
-# --------------------------------------------------------------------------------- other stages of a run
+# --------------------------------------------------------------------------------- other stages of
+# a run
 
 
 def evaluated(stage: int) -> dict[str, Any]:

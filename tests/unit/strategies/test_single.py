@@ -1,4 +1,5 @@
-"""One process, no process group: the strategy under a Trainer, and everything it refuses by name."""
+"""One process, no process group: the strategy under a Trainer, and everything it refuses by
+name."""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ def test_one_process_leaves_the_environment_alone(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_evaluation_never_runs_in_inference_mode(stage: int) -> None:
-    """Lightning spares gloo groups and its own FSDP only; a buffer gathered there would break training."""
+    """Lightning spares gloo groups and its own FSDP only; a buffer gathered there would break
+    training."""
     net = Net()
     run = trainer(ZeroStrategy(stage), max_epochs=2)
     run.fit(net, data(), data())
@@ -337,11 +339,13 @@ def test_a_meeting_of_one_is_complete() -> None:
     assert Meeting().everyone()
 
 
-# --------------------------------------------------------------------------------- what is left alone
+# --------------------------------------------------------------------------------- what is left
+# alone
 
 
 def test_other_callbacks_and_the_usual_warnings_are_untouched() -> None:
-    """The learning rate monitor sees the user's scheduler, and torch's order warning does not appear."""
+    """The learning rate monitor sees the user's scheduler, and torch's order warning does not
+    appear."""
 
     class Rated(Net):
         def configure_optimizers(self) -> Any:
