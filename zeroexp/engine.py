@@ -477,6 +477,8 @@ class Engine:
 
     def zero_grad(self, optimizer: Optimizer | None = None) -> None:
         """Forget accumulated gradients (of one optimizer, or all)."""
+        if self.reducer.interrupted:
+            self.reducer.abandon()
         self._forget(self._stepper(optimizer))
         self._micro_steps = 0
 

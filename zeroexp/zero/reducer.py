@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeroexp.zero.order import UseOrder
-from zeroexp.zero.unit import Flow, UnitState
+from zeroexp.zero.unit import UnitState
 
 IN_FLIGHT = 2
 """Units in reduction at a time."""
@@ -35,6 +35,8 @@ class Reducer:
 
     def begin(self, *, reduce: bool, divisor: float, divide_on_arrival: bool) -> None:
         """A backward begins."""
+        if self._flying:
+            self.abandon()
         self.reducing = reduce
         self._ready = set()
         self._turn = 0
@@ -90,9 +92,17 @@ class Reducer:
         self.drain()
 
     def abandon(self) -> None:
-        """A backward raised: what is in flight is finished, what was not reduced is dropped."""
+        """After a backward that raised: finish what is in flight, drop all gradients.
+
+        Not called when it raises, since a peer may be gone and the first error must not wait for it; the next backward
+        or ``zero_grad`` does.
+        """
         self.reducing = False
         self.drain()
         for unit in self._units:
-            if unit.flow is not Flow.REDUCING:
-                unit.clear_gradients()
+            unit.clear_gradients()
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a backward ended with reductions in flight."""
+        return bool(self._flying)

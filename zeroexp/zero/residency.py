@@ -95,6 +95,8 @@ class Residency:
         keeping = direction is Direction.FORWARD and torch.is_grad_enabled() and not failed
         for unit in self._units:
             stays = keeping and (self._keeps(unit) or unit in self._visitors)
+            # After a failure a gather may be in flight whose peer is gone: waiting would hide the first error.
+            stays = stays or (failed and unit.life is Life.GATHERING)
             if not stays and unit.pins == 0:
                 unit.release()
             if direction is Direction.BACKWARD:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -24,6 +25,20 @@ class FusesPasses(Protocol):
     copy_out: dict[Tensor, Tensor]
 
 
+def _refuse_closures(optimizer: Optimizer) -> None:
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    needed = [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if needed:
+        raise OptimizerError(
+            f"{type(optimizer).__name__}.step() needs {', '.join(needed)}: it evaluates the model several times per step, "
+            "which the engine does not do. Use an optimizer whose step() needs no argument."
+        )
+
+
 class Stepper:
     """One optimizer over the segments of its parameter groups.
 
@@ -38,6 +53,7 @@ class Stepper:
         self.segments: list[SegmentState] = []
         self._first_group = first_group
         self._around = around
+        _refuse_closures(face.optimizer)
         cut = around.placement.optim.sharded and around.world.gather.size > 1
         whole = not is_elementwise(face.optimizer)
         if whole and cut:
