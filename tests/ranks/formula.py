@@ -106,17 +106,23 @@ def state_bytes(
     param_size: int = 4,
     grad_size: int = 4,
     optim_size: int = 8,
+    summed_apart: bool = False,
 ) -> State:
-    """What one of ``num_shards`` ranks holds; sizes are bytes per element of each kind."""
+    """What one of ``num_shards`` ranks holds; sizes are bytes per element of each kind.
+
+    ``summed_apart``: micro-batches are reduced one by one (``zero.reduce=each``, more than one).
+    Where gradients are whole, the sum of this rank's slice then needs a place of its own.
+    """
     train = sizes(module, num_shards, cut, trainable=True)
     frozen = sizes(module, num_shards, cut, trainable=False)
     part = [num_shards if stage >= at else 1 for at in (3, 2, 1)]
+    apart = int(summed_apart and part[1] == 1)
     return State(
         params=(train.padded + frozen.padded) * param_size // part[0],
-        grads=train.padded * grad_size // part[1],
+        grads=train.padded * grad_size // part[1] + apart * train.padded * grad_size // num_shards,
         optim=train.padded * optim_size // part[2],
         ideal=(train.plain + frozen.plain) * param_size / part[0]
-        + train.plain * grad_size / part[1]
+        + train.plain * grad_size * (1 / part[1] + apart / num_shards)
         + train.plain * optim_size / part[2],
     )
 

@@ -18,8 +18,9 @@ STAGES = (0, 1, 2, 3)
 def settings(stage: int, **keys: Any) -> dict[str, Any]:
     """A configuration mapping: fp32, no clipping, one micro-batch, unless ``keys`` say otherwise.
 
-    Short names: ``clip``, ``accumulate``, ``compute``, ``timeout``; ``zero_x`` is ``zero.x``,
-    ``precision_x`` is ``precision.x`` and ``scale_x`` is ``precision.loss_scale.x``.
+    Short names: ``clip``, ``accumulate``, ``compute``, ``timeout``, ``devices``;
+    ``zero_x`` is ``zero.x``, ``precision_x`` is ``precision.x`` and ``scale_x`` is
+    ``precision.loss_scale.x``.
     """
     zero: dict[str, Any] = {"stage": stage}
     precision: dict[str, Any] = {"compute": keys.pop("compute", "fp32")}
@@ -31,6 +32,8 @@ def settings(stage: int, **keys: Any) -> dict[str, Any]:
     out: dict[str, Any] = {"zero": zero, "precision": precision, "trainer": trainer}
     if "timeout" in keys:
         out["launch"] = {"timeout": keys.pop("timeout")}
+    if "devices" in keys:
+        trainer["devices"] = keys.pop("devices")
     for key, value in keys.items():
         section, _, name = key.partition("_")
         {"zero": zero, "precision": precision, "scale": scale}[section][name] = value

@@ -76,18 +76,19 @@ def train(
     ``counted`` are the bytes of all storages that came into being, ``transient`` what the ledger
     calls buffers that are reused, ``state`` and ``padding`` the ledger's account of the state.
     """
+    batches = token_batches(steps, SEQUENCES)
     before = live_storages()
     model = tiny_gpt(dtype)
     compute = {torch.float32: "fp32", torch.float64: "fp64"}[dtype]
     engine = Engine(model, make(model), row.settings(compute=compute))
     found: dict[str, int] = {}
-    for step, batch in enumerate(token_batches(steps, SEQUENCES)):
+    for step, batch in enumerate(batches):
         pieces = list(micro_batches(batch, row.accumulate))
         for index, piece in enumerate(pieces):
             loss = engine(*piece)
             engine.backward(loss, last=index == len(pieces) - 1)
         if step == steps - 1:
-            del loss, piece, pieces, batch
+            del loss, piece, pieces
             ledger = engine.ledger
             found["counted"] = bytes_since(before)
             found["transient"] = ledger.live_bytes("whole") + ledger.live_bytes("workspace")
@@ -160,7 +161,8 @@ def check(ranks: Any, num_ranks: int, rows: list[Row]) -> dict[str, str]:
         assert not apart, f"{row} differs from {rows[0]} in {apart}"
     model = tiny_gpt()
     for index, row in enumerate(rows):
-        wanted = state_bytes(model, row.stage, num_ranks, row.unit)
+        apart = row.accumulate > 1 and row.reduce == "each"
+        wanted = state_bytes(model, row.stage, num_ranks, row.unit, summed_apart=apart)
         found = [result[index][1] for result in results]
         for rank, each in enumerate(found):
             where = f"{row}, rank {rank}"

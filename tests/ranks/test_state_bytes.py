@@ -115,17 +115,21 @@ def test_transient_bytes_are_bounded(ranks, num_ranks):
     """Stage 3 holds the current unit and ``prefetch`` more whole; two units are in reduction."""
     for prefetch in (0, 1, 2):
         peaks = ranks(num_ranks)(peak, prefetch)
-        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
-        one = sizes(model, num_ranks, trainable=True, only="0").padded * 4
+        one = sizes(six_layers(), num_ranks, trainable=True, only="0").padded * 4
         for whole, workspace in peaks:
             assert one * (1 + prefetch) >= whole >= one
-            # A gradient buffer and what arrives from the peers, for at most two units.
-            assert 0 < workspace <= 2 * 2 * one
+            # Each unit in reduction has its gradients and what arrives from the peers; in a third
+            # one gradients arrive from autograd.
+            assert 0 < workspace <= one * (2 + 1) + 2 * one * (num_ranks - 1) // num_ranks
+
+
+def six_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
 
 
 def peak(prefetch: int) -> tuple[int, int]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+    model = six_layers()
     engine = Engine(
         model, torch.optim.SGD(model.parameters(), lr=0.1), settings(3, zero_prefetch=prefetch)
     )
@@ -136,3 +140,43 @@ def peak(prefetch: int) -> tuple[int, int]:
     found = engine.ledger.peak_bytes("whole"), engine.ledger.peak_bytes("workspace")
     engine.close()
     return found
+
+
+def between_micro_batches(stage: int, reduce: str) -> tuple[int, int]:
+    """Bytes alive between two micro-batches of the second step; what the ledger holds in all."""
+    before = live_storages()
+    model = six_layers()
+    engine = Engine(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        settings(stage, accumulate=2, zero_reduce=reduce),
+    )
+    for step in range(2):
+        for last in (False, True):
+            loss = engine(torch.ones(2, 32)).sum()
+            engine.backward(loss, last=last)
+            del loss
+            if step == 1 and not last:
+                counted = bytes_since(before)
+                state = engine.ledger.state_bytes()
+                held = sum(sum(tiers.values()) for tiers in state.values())
+                held += sum(engine.ledger.live_bytes(k) for k in ("whole", "workspace"))
+        engine.step()
+    engine.close()
+    return counted, held
+
+
+@pytest.mark.parametrize("reduce", ["each", "last"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_bytes_between_micro_batches(ranks, stage, reduce):
+    """Nothing is alive that the ledger does not know; each keeps sharded gradients sharded."""
+    model = six_layers()
+    wanted = state_bytes(model, stage, 2, summed_apart=reduce == "each")
+    whole = sizes(model, 2, trainable=True).padded * 4
+    one = whole // 6
+    for counted, held in ranks(2)(between_micro_batches, stage, reduce):
+        assert counted == held
+        if stage < 2 or reduce == "each":
+            assert wanted.total <= counted <= wanted.total + 4 * one
+        else:  # local gradients of the whole model wait for the last micro-batch
+            assert wanted.total + whole <= counted <= wanted.total + whole + 4 * one
