@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -87,8 +88,6 @@ def train(flags: Flags) -> int:
 
 def sweep(flags: Flags) -> int:
     """All runs of a sweep, one after the other."""
-    import os
-
     from zeroexp.run.environment import is_rank
     from zeroexp.run.sweep import run_sweep
 
@@ -174,6 +173,15 @@ COMMANDS: dict[str, Callable[[Flags], int]] = {
 }
 
 
+def _complain(error: Exception) -> None:
+    """One message on stderr; what every rank of torchrun finds wrong alike, rank 0 says."""
+    from zeroexp.run.environment import is_rank
+
+    is_alike = getattr(error, "exit_code", 2) == 2
+    if not (is_alike and is_rank(os.environ) and os.environ["RANK"] != "0"):
+        print(f"zeroexp: {error}", file=sys.stderr)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; what is wrong is one message on stderr. Returns the exit code.
 
@@ -191,10 +199,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         return command(flags)
     except ZeroexpError as error:
-        print(f"zeroexp: {error}", file=sys.stderr)
+        _complain(error)
         return error.exit_code
     except FileNotFoundError as error:
-        print(f"zeroexp: {error}", file=sys.stderr)
+        _complain(error)
         return 2
     except KeyboardInterrupt:
         print("zeroexp: interrupted", file=sys.stderr)

@@ -1,4 +1,5 @@
-"""The training loop's other half: forward scope, backward, one boundary, one step, over any placement of state."""
+"""The training loop's other half: forward scope, backward, one boundary, one step, over any
+placement of state."""
 
 from __future__ import annotations
 
@@ -34,10 +35,9 @@ from zeroexp.zero.owner import EngineOwner
 from zeroexp.zero.reducer import Reducer
 from zeroexp.zero.registry import forget, register
 from zeroexp.zero.residency import Direction, Residency
-from zeroexp.zero.segment import SegmentState, Surroundings
+from zeroexp.zero.segment import Surroundings
 from zeroexp.zero.stepper import Stepper
 from zeroexp.zero.unit import Life, UnitState
-
 
 _LOG = logging.getLogger("zeroexp")
 
@@ -45,12 +45,14 @@ _LOG = logging.getLogger("zeroexp")
 class Engine:
     """Shards ``module`` in place and trains it with the user's own ``optimizers``.
 
-    Parameter names and objects stay; gradients live in the engine (``param.grad`` is ``None`` after a backward, see
-    :meth:`full_grad`). Every rank must build the engine at the same point. ``config`` is a :class:`Config` or a partial
-    mapping of it. ``divide_accumulation=False``: the caller divides the loss by the number of micro-batches itself.
-    ``clip=None``: the caller clips by itself; by default :meth:`step` clips to ``trainer.gradient_clip_val``.
+    Parameter names and objects stay; gradients live in the engine (``param.grad`` is ``None`` after
+    a backward, see :meth:`full_grad`). Every rank must build the engine at the same point.
+    ``config`` is a :class:`Config` or a partial mapping of it. ``divide_accumulation=False``: the
+    caller divides the loss by the number of micro-batches itself. ``clip=None``: the caller clips
+    by itself; by default :meth:`step` clips to ``trainer.gradient_clip_val``.
 
-    Raises :class:`ModelError`, :class:`OptimizerError`, :class:`RankMismatch` or :class:`ConfigError`.
+    Raises :class:`ModelError`, :class:`OptimizerError`, :class:`RankMismatch` or
+    :class:`ConfigError`.
     """
 
     def __init__(
@@ -110,9 +112,7 @@ class Engine:
         self.steppers: list[Stepper] = []
         for optimizer, first in zip(self.optimizers, first_group, strict=True):
             self.steppers.append(
-                Stepper(
-                    self._bind(optimizer), self.model.trainable_segments, first, self._around
-                )
+                Stepper(self._bind(optimizer), self.model.trainable_segments, first, self._around)
             )
         scale = self.config.precision.loss_scale
         self.scale = LossScale(
@@ -131,7 +131,8 @@ class Engine:
         self._agreements: dict[int, Agreement] = {}
         self._factors: dict[int, float] = {}
         self.grad_norm: float | None = None
-        """Global norm of the last gradients, unscaled, before clipping; ``None`` before the first boundary."""
+        """Global norm of the last gradients, unscaled, before clipping; ``None`` before the first
+        boundary."""
         self.grad_norm_clipped: float | None = None
         """The same after clipping."""
         self.scheduler: Any = None
@@ -141,7 +142,7 @@ class Engine:
         self.skipped_steps = 0
         """Boundaries at which no step was applied because a gradient was not finite."""
 
-    # -- construction --------------------------------------------------------------------------------------------
+    # -- construction ------------------------------------------------------------------------------
 
     def _bind(self, optimizer: Optimizer) -> Face:
         this = weakref.proxy(self)
@@ -188,7 +189,8 @@ class Engine:
         return [u for u in reversed(self.model.units) if u.trainable_segments]
 
     def _forward_begins(self) -> None:
-        """A pass starts: parameters that the user unfroze since the last one get gradients and optimizer state."""
+        """A pass starts: parameters that the user unfroze since the last one get gradients and
+        optimizer state."""
         fresh = self.model.thaw()
         if not fresh:
             return
@@ -206,7 +208,7 @@ class Engine:
         """Which bytes of which parameter lie where."""
         return self.model.layout
 
-    # -- forward -------------------------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward. Floating inputs are cast to the compute dtype."""
@@ -227,7 +229,8 @@ class Engine:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Around code that uses parts of the module without calling the root (Lightning's ``training_step``)."""
+        """Around code that uses parts of the module without calling the root (Lightning's
+        ``training_step``)."""
         self._forward_begins()
         self.residency.enter_scope()
         failed = True
@@ -239,12 +242,13 @@ class Engine:
         finally:
             self.residency.exit_scope(failed)
 
-    # -- backward ------------------------------------------------------------------------------------------------
+    # -- backward ----------------------------------------------------------------------------------
 
     @property
     def loss_scale(self) -> float:
-        """Factor on the loss of the next backward. It changes only while no gradients are held: those of another
-        optimizer that waits for its step must be unscaled with the scale that produced them."""
+        """Factor on the loss of the next backward. It changes only while no gradients are held:
+        those of another optimizer that waits for its step must be unscaled with the scale that
+        produced them."""
         return self._window_scale if self._window_scale is not None else self.scale.value
 
     def backward(
@@ -257,15 +261,19 @@ class Engine:
     ) -> None:
         """Accumulate the gradients of a scalar ``loss``, scaled by :attr:`loss_scale`.
 
-        ``last=False`` marks a micro-batch after which no step follows; by default every ``accumulate``-th is the last.
-        Raises :class:`ModelError` when ``loss`` is not a scalar or has no graph.
+        ``last=False`` marks a micro-batch after which no step follows; by default every
+        ``accumulate``-th is the last. Raises :class:`ModelError` when ``loss`` is not a scalar or
+        has no graph.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ModelError(f"the loss must be a scalar tensor, got {shape}; reduce it with .mean() or .sum()")
+            raise ModelError(
+                f"the loss must be a scalar tensor, got {shape}; reduce it with .mean() or .sum()"
+            )
         if not loss.requires_grad:
             raise ModelError(
-                "the loss does not depend on any trainable parameter: it has no graph. Is it detached, computed under "
+                "the loss does not depend on any trainable parameter: it has no graph. Is it "
+                "detached, computed under "
                 "torch.no_grad(), or is everything frozen?"
             )
         if loss.device.type == "cpu":
@@ -320,24 +328,27 @@ class Engine:
         if self._in_backward:
             return
         self._begin_backward(None)
-        Variable._execution_engine.queue_callback(self._end_bare_backward)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(self._end_bare_backward)
 
     def _end_bare_backward(self) -> None:
         if self._in_backward:
             self._end_backward()
 
-    # -- boundary ------------------------------------------------------------------------------------------------
+    # -- boundary ----------------------------------------------------------------------------------
 
     def _stepper(self, optimizer: Optimizer | None) -> list[Stepper]:
         if optimizer is None:
             return self.steppers
         found = [s for s in self.steppers if s.optimizer is optimizer]
         if not found:
-            raise OptimizerError("this optimizer was not given to the engine; pass it to zeroexp.initialize()")
+            raise OptimizerError(
+                "this optimizer was not given to the engine; pass it to zeroexp.initialize()"
+            )
         return found
 
     def finish_gradients(self, optimizer: Optimizer | None = None) -> bool:
-        """Reduce what is left, agree with the other ranks, measure the norm. True when all gradients are finite.
+        """Reduce what is left, agree with the other ranks, measure the norm. True when all
+        gradients are finite.
 
         Idempotent until the next backward, step or ``zero_grad``.
         """
@@ -380,8 +391,8 @@ class Engine:
         return agreement
 
     def clip_norm(self, max_norm: float, optimizer: Optimizer | None = None) -> float:
-        """Scale the gradients down to a global L2 norm of ``max_norm``; returns the norm before (torch's
-        ``clip_grad_norm_``, with its 1e-6)."""
+        """Scale the gradients down to a global L2 norm of ``max_norm``; returns the norm before
+        (torch's ``clip_grad_norm_``, with its 1e-6)."""
         for stepper in self._stepper(optimizer):
             self._finish(stepper)
         norm = self._norm_of(self._stepper(optimizer))
@@ -414,9 +425,9 @@ class Engine:
     def step(self, optimizer: Optimizer | None = None) -> bool:
         """Apply the accumulated gradients. True if they were applied.
 
-        In the plain loop this does nothing until ``accumulate`` backwards have been made. A step with a non-finite
-        gradient is skipped, applied or an error, as ``precision.nonfinite`` says; all ranks do the same. Raises
-        :class:`NonFiniteError`.
+        In the plain loop this does nothing until ``accumulate`` backwards have been made. A step
+        with a non-finite gradient is skipped, applied or an error, as ``precision.nonfinite`` says;
+        all ranks do the same. Raises :class:`NonFiniteError`.
         """
         if not self._boundary:
             return False
@@ -463,15 +474,21 @@ class Engine:
         if stop:
             origin = f"; the loss was not finite on rank {', '.join(map(str, bad))}" if bad else ""
             raise NonFiniteError(
-                f"step {self.global_steps}: the gradient of {name} is not finite (found by rank {owner}, which owns that "
-                f"part){origin}. Set precision.nonfinite=skip to skip such steps; look for a division by zero, a log of "
+                f"step {self.global_steps}: the gradient of {name} is not finite (found by rank "
+                f"{owner}, which owns that "
+                f"part){origin}. Set precision.nonfinite=skip to skip such steps; look for a "
+                "division by zero, a log of "
                 "zero, or a learning rate that is too high."
             )
         before = self.scale.value
         self.scale.update(overflow=True, culprit=name)
         self.skipped_steps += 1
         if self.rank == 0:
-            change = f"loss scale {before:g} -> {self.scale.value:g}" if self.scale.dynamic else "not finite"
+            change = (
+                f"loss scale {before:g} -> {self.scale.value:g}"
+                if self.scale.dynamic
+                else "not finite"
+            )
             _LOG.warning("step %d skipped: gradients overflow, %s", self.global_steps, change)
         self.ledger.mark_step()
 
@@ -493,7 +510,8 @@ class Engine:
             self._window_scale = None
 
     def full_grad(self, param: nn.Parameter) -> Tensor | None:
-        """The whole reduced gradient of ``param`` in fp32, unscaled, or ``None`` if no rank has one (collective)."""
+        """The whole reduced gradient of ``param`` in fp32, unscaled, or ``None`` if no rank has one
+        (collective)."""
         place = self.model.place.get(id(param))
         if place is None:
             raise ModelError("this parameter does not belong to the engine's module")
@@ -512,25 +530,29 @@ class Engine:
         grad = out[at.offset : at.stop].view(at.spec.shape).float()
         return grad * (self._factors.get(id(stepper), 1.0) / self.loss_scale)
 
-    # -- state ---------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All parameters (floats in fp32) and buffers by name, on the CPU of rank 0; empty elsewhere (collective)."""
+        """All parameters (floats in fp32) and buffers by name, on the CPU of rank 0; empty
+        elsewhere (collective)."""
         self.world.open()
         return full.model_state(self.model)
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Set parameters and buffers from rank 0's ``state`` (collective). Raises :class:`CheckpointError`."""
+        """Set parameters and buffers from rank 0's ``state`` (collective). Raises
+        :class:`CheckpointError`."""
         self.world.open()
         full.load_model_state(self.model, state, strict=strict)
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state in torch's own format with whole tensors, on rank 0; empty elsewhere (collective)."""
+        """The optimizer's state in torch's own format with whole tensors, on rank 0; empty
+        elsewhere (collective)."""
         self.world.open()
         return full.optimizer_state(self.model, self._stepper(optimizer)[0])
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Set the optimizer's state from rank 0's ``state`` (collective). Raises :class:`CheckpointError`."""
+        """Set the optimizer's state from rank 0's ``state`` (collective). Raises
+        :class:`CheckpointError`."""
         self.world.open()
         full.load_optimizer_state(self.model, self._stepper(optimizer)[0], state)
 
@@ -549,7 +571,8 @@ class Engine:
         self.scale.load_state_dict(dict(state["loss_scale"]))
 
     def save_checkpoint(self, path: str | Path) -> None:
-        """Write whole model and optimizer state (safetensors and JSON), complete or not at all (collective)."""
+        """Write whole model and optimizer state (safetensors and JSON), complete or not at all
+        (collective)."""
         directory.save(self, Path(path))
 
     def load_checkpoint(self, path: str | Path) -> None:
@@ -562,8 +585,8 @@ class Engine:
     def close(self, collective: bool = True) -> None:
         """End the engine's work on the module: parameters become whole and ordinary again.
 
-        ``collective=False`` gathers nothing, for a rank that failed and must not wait for the others: sharded parameters
-        then stay placeholders. State can still be saved afterwards.
+        ``collective=False`` gathers nothing, for a rank that failed and must not wait for the
+        others: sharded parameters then stay placeholders. State can still be saved afterwards.
         """
         if self._closed:
             return
@@ -606,7 +629,8 @@ def _device_of(module: nn.Module) -> torch.device:
 def _group_numbers(
     module: nn.Module, optimizers: Sequence[Optimizer]
 ) -> tuple[list[int], dict[int, int]]:
-    """First group number of each optimizer, and ``id(parameter)`` to group number over all optimizers.
+    """First group number of each optimizer, and ``id(parameter)`` to group number over all
+    optimizers.
 
     Raises :class:`OptimizerError` for parameters of another model and for parameters in two groups.
     """
@@ -622,17 +646,24 @@ def _group_numbers(
         ]
         if foreign:
             raise OptimizerError(
-                f"the optimizer holds {len(foreign)} parameter(s) that are not in the module, the first of shape "
-                f"{foreign[0]}. Build the optimizer from the parameters of the module you pass to zeroexp."
+                f"the optimizer holds {len(foreign)} parameter(s) that are not in the module, the "
+                "first of shape "
+                f"{foreign[0]}. Build the optimizer from the parameters of the module you pass to "
+                "zeroexp."
             )
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if id(param) in groups:
-                    raise OptimizerError(f"parameter {names[id(param)]} is in two optimizer groups; keep it in one")
+                    raise OptimizerError(
+                        f"parameter {names[id(param)]} is in two optimizer groups; keep it in one"
+                    )
                 groups[id(param)] = number
             number += 1
     if optimizers and not any(p.requires_grad for p in module.parameters()):
-        raise ModelError("the model has no trainable parameter: every requires_grad is False. Unfreeze at least one.")
+        raise ModelError(
+            "the model has no trainable parameter: every requires_grad is False. "
+            "Unfreeze at least one."
+        )
     return first, groups
 
 
@@ -645,8 +676,9 @@ def initialize(
 ) -> tuple[Engine, Optimizer, Any, Any]:
     """The loop of DeepSpeed users without Lightning: ``engine, optimizer, loader, scheduler``.
 
-    ``config`` is a :class:`Config`, a mapping, or the path of a YAML or JSON file. Without ``optimizer`` the ``optim``
-    section builds one; without ``scheduler`` the ``schedule`` section does. :meth:`Engine.step` advances the scheduler.
+    ``config`` is a :class:`Config`, a mapping, or the path of a YAML or JSON file. Without
+    ``optimizer`` the ``optim`` section builds one; without ``scheduler`` the ``schedule`` section
+    does. :meth:`Engine.step` advances the scheduler.
     """
     from zeroexp.config import load
     from zeroexp.optim import build, schedule

@@ -2,8 +2,8 @@
 
 ::
 
-    segment   [ p0 | p1 | p2 .......... | pad ]      one contiguous buffer; parameters are views into it
-                rank 0   | rank 1 | ...              equal contiguous slices
+    segment   [ p0 | p1 | p2 .......... | pad ]     one contiguous buffer; parameters are views
+                rank 0   | rank 1 | ...             equal contiguous slices
 
 Runtime, checkpoint, planner and tests all ask this module, for a trillion parameters as for ten.
 """
@@ -18,8 +18,9 @@ from functools import cached_property
 from zeroexp import units
 
 ALIGN = 16
-"""Shards and parameters start at multiples of this many elements: one AVX-512 vector of fp32. Fused CPU optimizers treat
-the last ``numel % 8`` elements with other instructions than the body, so an unaligned cut would change results by an ulp."""
+"""Shards and parameters start at multiples of this many elements: one AVX-512 vector of fp32. Fused
+CPU optimizers treat the last ``numel % 8`` elements with other instructions than the body, so an
+unaligned cut would change results by an ulp."""
 
 ITEMSIZE: dict[str, int] = {
     "float64": 8,
@@ -42,8 +43,9 @@ ITEMSIZE: dict[str, int] = {
 class ParamSpec:
     """What the layout needs to know of one parameter.
 
-    ``aliases`` are the further names of a tied parameter. ``group`` is the optimizer group it is stepped in (-1: none);
-    parameters of different groups never share a segment, so each keeps its own hyperparameters.
+    ``aliases`` are the further names of a tied parameter. ``group`` is the optimizer group it is
+    stepped in (-1: none); parameters of different groups never share a segment, so each keeps its
+    own hyperparameters.
     """
 
     name: str
@@ -60,7 +62,8 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place in its segment; ``offset`` counts elements from the start of the segment."""
+    """A parameter's place in its segment; ``offset`` counts elements from the start of the
+    segment."""
 
     spec: ParamSpec
     offset: int
@@ -82,7 +85,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Segment:
-    """Parameters of one unit that share dtype, trainability and optimizer group: one flat buffer."""
+    """Parameters of one unit that share dtype, trainability and optimizer group: one flat
+    buffer."""
 
     unit: str
     dtype: str
@@ -192,7 +196,8 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def make_segment(specs: Sequence[ParamSpec], unit: str, shards: int) -> Segment:
-    """Lay ``specs`` (all of one dtype, trainability and group) into one buffer, in the given order."""
+    """Lay ``specs`` (all of one dtype, trainability and group) into one buffer, in the given
+    order."""
     slots, at = [], 0
     for spec in specs:
         slots.append(Slot(spec, at))

@@ -1,7 +1,8 @@
-"""What really happened: every byte of state the engine holds and every byte it sends, tagged as it happens.
+"""What really happened: every byte of state the engine holds and every byte it sends, tagged as it
+happens.
 
-The planner predicts from the layout, the ledger records from allocations and calls; neither copies from the other, so
-that holding them against each other proves something.
+The planner predicts from the layout, the ledger records from allocations and calls; neither copies
+from the other, so that holding them against each other proves something.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from dataclasses import dataclass
 from zeroexp.placement import Tier
 
 STATE_KINDS = ("params", "grads", "optim")
-"""Resident between steps. Two further kinds are transient: ``whole`` (gathered parameters), ``workspace`` (gradient and
-receive buffers that are reused from step to step)."""
+"""Resident between steps. Two further kinds are transient: ``whole`` (gathered parameters),
+``workspace`` (gradient and receive buffers that are reused from step to step)."""
 
 
 @dataclass(frozen=True)
 class Holding:
-    """Bytes of one kind that one unit holds on one tier; ``padding`` of them belong to no parameter."""
+    """Bytes of one kind that one unit holds on one tier; ``padding`` of them belong to no
+    parameter."""
 
     nbytes: int
     padding: int = 0
@@ -37,12 +39,13 @@ class Ledger:
         self._at_last_step: Counter[str] = Counter()
         self._last_step: dict[str, int] = {}
 
-    # -- bytes held ----------------------------------------------------------------------------------------------
+    # -- bytes held --------------------------------------------------------------------------------
 
     def hold(
         self, unit: str, kind: str, tier: Tier, nbytes: int, *, label: str = "", padding: int = 0
     ) -> None:
-        """From now on ``unit`` holds ``nbytes`` of ``kind`` on ``tier`` under ``label`` (0: nothing any more)."""
+        """From now on ``unit`` holds ``nbytes`` of ``kind`` on ``tier`` under ``label`` (0: nothing
+        any more)."""
         key = (unit, kind, tier, label)
         before = self._held.pop(key, Holding(0))
         if nbytes:
@@ -51,7 +54,8 @@ class Ledger:
         self._peak[kind] = max(self._peak[kind], self._total[kind])
 
     def state_bytes(self) -> dict[str, dict[str, int]]:
-        """Resident bytes ``{params|grads|optim: {device|cpu|nvme: bytes}}`` of this rank, padding included."""
+        """Resident bytes ``{params|grads|optim: {device|cpu|nvme: bytes}}`` of this rank, padding
+        included."""
         out = {kind: {tier.value: 0 for tier in Tier} for kind in STATE_KINDS}
         for (_, kind, tier, _), holding in self._held.items():
             if kind in out:
@@ -77,10 +81,11 @@ class Ledger:
         """Units that hold bytes of ``kind`` now."""
         return sorted({unit for (unit, k, _, _) in self._held if k == kind})
 
-    # -- bytes sent ----------------------------------------------------------------------------------------------
+    # -- bytes sent --------------------------------------------------------------------------------
 
     def sent(self, op: str, nbytes: int) -> None:
-        """``nbytes`` left this rank in a collective ``op`` (``all_gather``, ``reduce_scatter``, ...)."""
+        """``nbytes`` left this rank in a collective ``op`` (``all_gather``, ``reduce_scatter``,
+        ...)."""
         self._sent[op] += nbytes
 
     def sent_control(self, nbytes: int) -> None:

@@ -1,7 +1,7 @@
 """The one table of ZeRO: which kind of state is sharded, and on which tier it lives.
 
-Everything that differs between the stages (Rajbhandari et al., arXiv:1910.02054, section 5) is read from here. The
-engine has no branch on a stage number; it asks the placement.
+Everything that differs between the stages (Rajbhandari et al., arXiv:1910.02054, section 5) is read
+from here. The engine has no branch on a stage number; it asks the placement.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class Tier(str, Enum):
 
 @dataclass(frozen=True)
 class Placement:
-    """One kind of state: cut over the shard group or held whole by every rank, and on which tier."""
+    """One kind of state: cut over the shard group or held whole by every rank, and on which
+    tier."""
 
     sharded: bool
     tier: Tier = Tier.DEVICE

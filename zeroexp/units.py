@@ -1,8 +1,9 @@
 """Which parameters travel together: the cut of a model into units.
 
-A unit is what is gathered, reduced, stepped and swapped as one. The cut works on *names* alone, so the planner (which
-never sees a module) and the engine (which has one) always agree. ``nn.Module`` names the elements of a ``ModuleList``
-or ``Sequential`` by number, so "a repeated block" is "everything under the first numbered component".
+A unit is what is gathered, reduced, stepped and swapped as one. The cut works on *names* alone, so
+the planner (which never sees a module) and the engine (which has one) always agree. ``nn.Module``
+names the elements of a ``ModuleList`` or ``Sequential`` by number, so "a repeated block" is
+"everything under the first numbered component".
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def _prefixes(module_path: str) -> list[str]:
 def unit_of(name: str, cut: str) -> str:
     """The unit that parameter ``name`` falls into when it is not shared with another module.
 
-    ``cut`` is ``zero.unit``: ``block``, ``model``, ``leaf`` or comma-separated glob patterns over module paths.
+    ``cut`` is ``zero.unit``: ``block``, ``model``, ``leaf`` or comma-separated glob patterns over
+    module paths.
     """
     path = name.rpartition(".")[0]
     if cut == "model":
@@ -39,8 +41,8 @@ def unit_of(name: str, cut: str) -> str:
 def common_unit(names: Sequence[str], cut: str) -> str:
     """The unit of a parameter that is reachable under several ``names`` (tied weights).
 
-    It is the innermost unit that encloses every use: an enclosing unit stays whole while the units inside it run, so
-    each use finds the weight whole.
+    It is the innermost unit that encloses every use: an enclosing unit stays whole while the units
+    inside it run, so each use finds the weight whole.
     """
     units = [unit_of(n, cut) for n in names]
     if len(set(units)) == 1:
@@ -52,7 +54,8 @@ def common_unit(names: Sequence[str], cut: str) -> str:
 
 
 def order(units: Iterable[str]) -> list[str]:
-    """Units in their order of definition with the root first: the order in which a plain forward uses them."""
+    """Units in their order of definition with the root first: the order in which a plain forward
+    uses them."""
     seen = dict.fromkeys(units)
     rest = [u for u in seen if u != ROOT]
     return [ROOT, *rest] if ROOT in seen else rest

@@ -1,7 +1,8 @@
 """A checkpoint on disk: a directory that is complete or not there.
 
-``model.safetensors``, one ``optimizer-<i>.safetensors`` each, ``state.json``. It is written beside its final name and
-renamed at the end, so a reader sees the old one or the new one. Nothing in it can execute code.
+``model.safetensors``, one ``optimizer-<i>.safetensors`` each, ``state.json``. It is written beside
+its final name and renamed at the end, so a reader sees the old one or the new one. Nothing in it
+can execute code.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ def _write(
     fresh = directory.with_name(f".{directory.name}.{os.getpid()}.part")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()
-    save_file({k: v.clone(memory_format=torch.contiguous_format) for k, v in model.items()}, fresh / "model.safetensors")
+    save_file(
+        {k: v.clone(memory_format=torch.contiguous_format) for k, v in model.items()},
+        fresh / "model.safetensors",
+    )
     meta: dict[str, Any] = {"format": FORMAT, "engine": scalars, "optimizers": []}
     for i, state in enumerate(optimizers):
         tensors = {
@@ -91,9 +95,14 @@ def load(engine: Engine, directory: Path) -> None:
         try:
             model, states, scalars = _read(directory)
             if len(states) != len(engine.optimizers):
-                problem = f"{directory} holds {len(states)} optimizers, the engine has {len(engine.optimizers)}"
+                problem = (
+                    f"{directory} holds {len(states)} optimizers, "
+                    f"the engine has {len(engine.optimizers)}"
+                )
         except FileNotFoundError as error:
-            problem = f"no checkpoint at {directory.absolute()}: {error.filename or error} is missing"
+            problem = (
+                f"no checkpoint at {directory.absolute()}: {error.filename or error} is missing"
+            )
         except (OSError, ValueError, KeyError) as error:
             problem = f"the checkpoint {directory.absolute()} cannot be read: {error}"
     note = exchange_notes(engine.world.control, [problem, scalars], "start of a load")[0]

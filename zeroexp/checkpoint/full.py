@@ -1,4 +1,5 @@
-"""The full format: whole tensors by name, assembled on rank 0 one segment at a time, loaded from rank 0."""
+"""The full format: whole tensors by name, assembled on rank 0 one segment at a time, loaded from
+rank 0."""
 
 from __future__ import annotations
 
@@ -68,7 +69,9 @@ def load_model_state(model: ShardedModel, state: Mapping[str, Tensor], *, strict
         _load_segment(model, segment, entries, given, state)
     for name, tensor in entries.items():
         if name in given and not isinstance(tensor, nn.Parameter):
-            value = state[name].to(tensor.device, tensor.dtype) if world.rank == 0 else tensor.clone()
+            value = (
+                state[name].to(tensor.device, tensor.dtype) if world.rank == 0 else tensor.clone()
+            )
             world.control.broadcast(
                 value.contiguous(), source=0, tag=0, what=f"load of buffer {name}"
             ).wait()
@@ -86,11 +89,15 @@ def _mismatch(
             f"({len(missing)} and {len(extra)} in all)"
         )
     if len(missing) == len(entries) and entries:
-        return f"no name in the checkpoint fits the model; it has {list(state)[:5]}, the model {list(entries)[:5]}"
+        return (
+            f"no name in the checkpoint fits the model; it has {list(state)[:5]}, "
+            f"the model {list(entries)[:5]}"
+        )
     for name, tensor in entries.items():
         if name in state and tuple(state[name].shape) != tuple(tensor.shape):
             return (
-                f"parameter {name} has shape {tuple(state[name].shape)} in the checkpoint and {tuple(tensor.shape)} "
+                f"parameter {name} has shape {tuple(state[name].shape)} in the checkpoint and "
+                f"{tuple(tensor.shape)} "
                 "in the model"
             )
     return None
@@ -103,8 +110,10 @@ def _load_segment(
     given: set[str],
     state: Mapping[str, Tensor],
 ) -> None:
-    names = {id(t): n for n, t in reversed(entries.items()) if n in given}
-    wanted = [(slot, names.get(id(p))) for slot, p in zip(segment.spec.slots, segment.params, strict=True)]
+    names = {id(t): n for n, t in reversed(list(entries.items())) if n in given}
+    wanted = [
+        (slot, names.get(id(p))) for slot, p in zip(segment.spec.slots, segment.params, strict=True)
+    ]
     if not any(name for _, name in wanted):
         return
     flat = model.master_whole(segment).clone()
@@ -118,7 +127,7 @@ def _load_segment(
     segment.assign(flat)
 
 
-# -- optimizer -------------------------------------------------------------------------------------------------------
+# -- optimizer -------------------------------------------------------------------------------------
 
 
 def _numbers(stepper: Stepper) -> dict[int, int]:
@@ -215,7 +224,9 @@ def load_optimizer_state(model: ShardedModel, stepper: Stepper, saved: Mapping[s
         stepper.reset_history(segment)
         infos = [note["params"].get(str(numbers[id(p)])) for p in segment.params]
         history = stepper.histories[segment.tag]
-        history.split([repr(info and sorted(info["scalars"].items())) for info in infos], stepper.face.state)
+        history.split(
+            [repr(info and sorted(info["scalars"].items())) for info in infos], stepper.face.state
+        )
         keys = sorted({k for info in infos if info for k in info["elements"]})
         flats = {k: _scatter(model, stepper, segment, k, saved, infos, numbers) for k in keys}
         for run in history.runs:
@@ -242,7 +253,8 @@ def _summarise(
     sizes = [len(g["params"]) for g in saved.get("param_groups", [])]
     if sizes != [len(g["params"]) for g in groups]:
         return {
-            "problem": f"the optimizer checkpoint has groups of {sizes} parameters, the optimizer of "
+            "problem": f"the optimizer checkpoint has groups of {sizes} parameters, the "
+            "optimizer of "
             f"{[len(g['params']) for g in groups]}"
         }
     order = [i for g in saved["param_groups"] for i in g["params"]]
@@ -258,7 +270,8 @@ def _summarise(
             if isinstance(value, Tensor) and value.dim() > 0:
                 if tuple(value.shape) != shape:
                     return {
-                        "problem": f"optimizer state {key} of {label.get(number, number)} has shape "
+                        "problem": f"optimizer state {key} of {label.get(number, number)} has "
+                        "shape "
                         f"{tuple(value.shape)}, the parameter {shape}"
                     }
                 elements.append(key)
@@ -267,9 +280,7 @@ def _summarise(
             else:
                 scalars[key] = _scalar(value)
         params[str(number)] = {"elements": elements, "scalars": scalars}
-    plain = [
-        {k: _plain(v) for k, v in g.items() if k != "params"} for g in saved["param_groups"]
-    ]
+    plain = [{k: _plain(v) for k, v in g.items() if k != "params"} for g in saved["param_groups"]]
     return {"groups": plain, "params": params}
 
 

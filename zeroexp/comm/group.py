@@ -1,9 +1,10 @@
 """A group of ranks and what it can do together.
 
-Two implementations share this interface: :class:`zeroexp.comm.p2p.P2PGroup` composes the collectives from tagged sends
-and receives (gloo), :class:`zeroexp.comm.native.NativeGroup` calls the backend's own (NCCL). Both add contributions of
-ranks in rank order or leave it to the backend, count what is sent, and raise :class:`CollectiveTimeout` with the name of
-the operation instead of hanging.
+Two implementations share this interface: :class:`zeroexp.comm.p2p.P2PGroup` composes the
+collectives from tagged sends and receives (gloo), :class:`zeroexp.comm.native.NativeGroup` calls
+the backend's own (NCCL). Both add contributions of ranks in rank order or leave it to the backend,
+count what is sent, and raise :class:`CollectiveTimeout` with the name of the operation instead of
+hanging.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from zeroexp.ledger import Ledger
 
 
 class Pending:
-    """A collective in flight. :meth:`wait` ends it, once; what follows (a local sum) runs in the waiting thread."""
+    """A collective in flight. :meth:`wait` ends it, once; what follows (a local sum) runs in the
+    waiting thread."""
 
     def __init__(
         self,
@@ -39,7 +41,8 @@ class Pending:
         self._keep = keep  # operands must outlive the transfer
 
     def wait(self) -> None:
-        """Block until done. Raises :class:`CollectiveTimeout` naming the ranks that did not take part."""
+        """Block until done. Raises :class:`CollectiveTimeout` naming the ranks that did not take
+        part."""
         deadline = time.monotonic() + self._timeout
         for peer, work in self._works:
             try:
@@ -56,12 +59,15 @@ class Pending:
             late = sorted({p for p, w in self._works if p >= 0 and not w.is_completed()} | {peer})
             names = ", ".join(f"rank {p}" for p in late if p >= 0) or "an unknown rank"
             return CollectiveTimeout(
-                f"{self._what}: no answer from {names} within {self._timeout:g} s. Every rank must use the same "
-                f"modules the same number of times; {names} is elsewhere (uneven batches, a call on one rank only) or dead."
+                f"{self._what}: no answer from {names} within {self._timeout:g} s. Every rank "
+                "must use the same "
+                f"modules the same number of times; {names} is elsewhere (uneven batches, a call "
+                "on one rank only) or dead."
             )
         origin = f"rank {peer}" if peer >= 0 else "a peer"
         return CollectiveTimeout(
-            f"{self._what}: the connection to {origin} broke ({str(error).splitlines()[0]}); look for the first error "
+            f"{self._what}: the connection to {origin} broke ({str(error).splitlines()[0]}); look "
+            "for the first error "
             f"of {origin}."
         )
 
@@ -85,13 +91,15 @@ class Group(ABC):
 
     @property
     def peers(self) -> list[tuple[int, int]]:
-        """``(index, global rank)`` of the others, starting with the next one so that no rank is everybody's first."""
+        """``(index, global rank)`` of the others, starting with the next one so that no rank is
+        everybody's first."""
         order = [(self.index + k) % self.size for k in range(1, self.size)]
         return [(i, self.ranks[i]) for i in order]
 
     @abstractmethod
     def all_gather(self, out: Tensor, shard: Tensor, *, tag: int, what: str) -> Pending:
-        """Collect the shard ``[n]`` of every rank into ``out`` ``[size * n]``; ``shard`` may be a slice of ``out``."""
+        """Collect the shard ``[n]`` of every rank into ``out`` ``[size * n]``; ``shard`` may be a
+        slice of ``out``."""
 
     @abstractmethod
     def reduce_scatter(
@@ -104,10 +112,12 @@ class Group(ABC):
         add: bool,
         wire: torch.dtype,
     ) -> Pending:
-        """Sum ``parts[index]`` over ranks and leave it in ``out`` ``[n]``; ``parts`` are ``size`` tensors ``[n]``.
+        """Sum ``parts[index]`` over ranks and leave it in ``out`` ``[n]``; ``parts`` are ``size``
+        tensors ``[n]``.
 
-        Values travel as ``wire`` and are added in rank order in the dtype of ``out``. With ``add`` the sum is added to
-        what ``out`` holds. ``parts`` must not change before the result has been waited for.
+        Values travel as ``wire`` and are added in rank order in the dtype of ``out``. With ``add``
+        the sum is added to what ``out`` holds. ``parts`` must not change before the result has been
+        waited for.
         """
 
     @abstractmethod
@@ -120,7 +130,8 @@ class Group(ABC):
 
     @abstractmethod
     def exchange(self, payload: Tensor, what: str) -> Tensor:
-        """Every rank's small ``payload`` ``[n]`` as ``[size, n]`` on every rank; counted as control traffic."""
+        """Every rank's small ``payload`` ``[n]`` as ``[size, n]`` on every rank; counted as control
+        traffic."""
 
     @abstractmethod
     def close(self) -> None:

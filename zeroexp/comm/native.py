@@ -11,13 +11,15 @@ from torch import Tensor
 from zeroexp.comm.group import Group, Pending
 from zeroexp.ledger import Ledger
 
-# torch 2.13 renamed the flat collectives and warns about the old names; this is the one place that picks.
+# torch 2.13 renamed the flat collectives and warns about the old names; this is the one place that
+# picks.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class NativeGroup(Group):
-    """See :class:`Group`. The order of additions is the backend's; ``tag`` is not needed, streams keep the order."""
+    """See :class:`Group`. The order of additions is the backend's; ``tag`` is not needed, streams
+    keep the order."""
 
     def __init__(
         self,

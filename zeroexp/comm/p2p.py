@@ -1,9 +1,10 @@
 """Collectives composed from tagged sends and receives, for gloo.
 
-gloo's own reduce-scatter is an all-reduce in disguise: it sends twice what is needed at 2 ranks, and its order of
-additions depends on where a buffer is cut. Direct exchange sends ``(N-1)/N`` of the buffer, and adding what arrives in
-rank order makes the result independent of the cut. The tag names what travels, so two ranks that disagree about it meet a
-deadline instead of each other's data.
+gloo's own reduce-scatter is an all-reduce in disguise: it sends twice what is needed at 2 ranks,
+and its order of additions depends on where a buffer is cut. Direct exchange sends ``(N-1)/N`` of
+the buffer, and adding what arrives in rank order makes the result independent of the cut. The tag
+names what travels, so two ranks that disagree about it meet a deadline instead of each other's
+data.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ def _work(work: dist.Work | None) -> dist.Work:
 
 
 def _sum_in_order(out: Tensor, parts: list[Tensor], add: bool) -> None:
-    """``out (+)= ((parts[0] + parts[1]) + parts[2]) + ...`` in the dtype of ``out``; ``out`` may alias one part."""
+    """``out (+)= ((parts[0] + parts[1]) + parts[2]) + ...`` in the dtype of ``out``; ``out`` may
+    alias one part."""
     same = all(p.dtype == out.dtype for p in parts)
     if len(parts) == 2 and same and not add:
         torch.add(parts[0], parts[1], out=out)

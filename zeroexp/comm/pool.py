@@ -10,7 +10,8 @@ from zeroexp.ledger import Ledger
 from zeroexp.placement import Tier
 
 _HUGE_FROM = 1 << 20
-"""Bytes from which a host buffer is worth huge pages: fresh small pages cost five times as much to fill."""
+"""Bytes from which a host buffer is worth huge pages: fresh small pages cost five times as much to
+fill."""
 
 
 def flat_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -31,7 +32,8 @@ class BufferPool:
         self._nbytes = 0  # of all buffers, free and taken
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A buffer of at least ``numel`` elements as raw bytes (view it as ``dtype``); contents undefined."""
+        """A buffer of at least ``numel`` elements as raw bytes (view it as ``dtype``); contents
+        undefined."""
         nbytes = numel * dtype.itemsize
         fitting = [b for b in self._free if nbytes <= b.numel() <= max(2 * nbytes, 4096)]
         if fitting:

@@ -20,10 +20,10 @@ from zeroexp.ledger import Ledger
 class World:
     """The groups of one engine.
 
-    ``gather`` and ``reduce`` hold the same ranks (those a replica is sharded over) on channels of their own: the order
-    of gathers and the order of reductions may then differ between ranks that skip different modules. ``replicas`` are
-    the ranks that hold the same shard (one rank, unless ``zero.shard_size`` is smaller than the data-parallel size).
-    ``control`` holds every rank.
+    ``gather`` and ``reduce`` hold the same ranks (those a replica is sharded over) on channels of
+    their own: the order of gathers and the order of reductions may then differ between ranks that
+    skip different modules. ``replicas`` are the ranks that hold the same shard (one rank, unless
+    ``zero.shard_size`` is smaller than the data-parallel size). ``control`` holds every rank.
     """
 
     rank: int
@@ -39,18 +39,22 @@ class World:
 
     @classmethod
     def create(cls, ledger: Ledger, *, shard_size: int | None, timeout: float) -> World:
-        """Make the groups over the default process group; every rank must call this at the same point.
+        """Make the groups over the default process group; every rank must call this at the same
+        point.
 
-        Without a process group the world is this process. Raises :class:`RankMismatch` when a launcher announces
-        more ranks than there are, or when ``shard_size`` does not divide the ranks.
+        Without a process group the world is this process. Raises :class:`RankMismatch` when a
+        launcher announces more ranks than there are, or when ``shard_size`` does not divide the
+        ranks.
         """
         rank, size = 0, 1
         if dist.is_initialized():
             rank, size = dist.get_rank(), dist.get_world_size()
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise RankMismatch(
-                f"the launcher announces {os.environ['WORLD_SIZE']} ranks but torch.distributed is not initialised: each "
-                "rank would train alone. Call torch.distributed.init_process_group() before zeroexp."
+                f"the launcher announces {os.environ['WORLD_SIZE']} ranks but torch.distributed "
+                "is not initialised: each "
+                "rank would train alone. Call torch.distributed.init_process_group() before "
+                "zeroexp."
             )
         if shard_size and size % shard_size:
             raise RankMismatch(
@@ -87,7 +91,8 @@ class World:
 def _group_of(
     partition: Sequence[tuple[int, ...]], rank: int, ledger: Ledger, timeout: float
 ) -> Group:
-    """This rank's group of a partition of the world. Every rank creates every group, as torch demands."""
+    """This rank's group of a partition of the world. Every rank creates every group, as torch
+    demands."""
     own: Group = SoloGroup(rank, ledger)
     for ranks in partition:
         if len(ranks) == 1:

@@ -1,4 +1,5 @@
-"""AdamW and Adam over flat shards: the compiled kernel on the CPU, torch's fused kernel on accelerators."""
+"""AdamW and Adam over flat shards: the compiled kernel on the CPU, torch's fused kernel on
+accelerators."""
 
 from __future__ import annotations
 
@@ -10,16 +11,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroexp import ops
+from zeroexp.comm.pool import flat_zeros
 
 
 class AdamW(Optimizer):
-    """Loshchilov and Hutter, arXiv:1711.05101, with the operations of ``torch.optim.AdamW`` in their order.
+    """Loshchilov and Hutter, arXiv:1711.05101, with the operations of ``torch.optim.AdamW`` in
+    their order.
 
-    ``decoupled=False`` adds the decay to the gradient instead (Kingma and Ba, arXiv:1412.6980, with L2 penalty). State
-    per element: ``exp_avg`` and ``exp_avg_sq`` in the dtype of the parameter; per tensor: ``step``.
+    ``decoupled=False`` adds the decay to the gradient instead (Kingma and Ba, arXiv:1412.6980, with
+    L2 penalty). State per element: ``exp_avg`` and ``exp_avg_sq`` in the dtype of the parameter;
+    per tensor: ``step``.
 
-    Two attributes let an engine save passes over memory: ``grad_scale`` multiplies gradients as they are read, and
-    ``copy_out`` maps a stepped tensor to a low-precision one that receives the new values in the same pass.
+    Two attributes let an engine save passes over memory: ``grad_scale`` multiplies gradients as
+    they are read, and ``copy_out`` maps a stepped tensor to a low-precision one that receives the
+    new values in the same pass.
     """
 
     def __init__(
@@ -46,7 +51,7 @@ class AdamW(Optimizer):
         self.copy_out: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient."""
         loss = None
         if closure is not None:
@@ -64,8 +69,8 @@ class AdamW(Optimizer):
         state = self.state[p]
         if not state:
             state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            state["exp_avg"] = flat_zeros(p.numel(), p.dtype, p.device).view(p.shape)
+            state["exp_avg_sq"] = flat_zeros(p.numel(), p.dtype, p.device).view(p.shape)
         state["step"] += 1
         step, (beta1, beta2) = int(state["step"]), group["betas"]
         copy_out = self.copy_out.get(p)

@@ -28,13 +28,14 @@ _BUILDERS: Mapping[str, Callable[[Groups, OptimConfig], Optimizer]] = {
 def build(config: OptimConfig, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
     """An optimizer over the trainable parameters.
 
-    Parameters with one dimension (biases, norms) form a group without weight decay, unless ``decay_norm_and_bias``.
-    Raises :class:`ModelError` when nothing is trainable.
+    Parameters with one dimension (biases, norms) form a group without weight decay, unless
+    ``decay_norm_and_bias``. Raises :class:`ModelError` when nothing is trainable.
     """
     trainable = [p for _, p in named_parameters if p.requires_grad]
     if not trainable:
         raise ModelError(
-            "the model has no trainable parameter: every requires_grad is False. Unfreeze at least one."
+            "the model has no trainable parameter: every requires_grad is False. Unfreeze at "
+            "least one."
         )
     split = not config.decay_norm_and_bias
     matrices = [p for p in trainable if p.dim() > 1 or not split]

@@ -1,7 +1,7 @@
 """Does an optimizer treat every element on its own? Only then may a tensor be cut anywhere.
 
-Known optimizers are known by identity. Any other is *tried*: it steps a small matrix whole, flat and in two halves; when
-the three agree, it is element-wise.
+Known optimizers are known by identity. Any other is *tried*: it steps a small matrix whole, flat
+and in two halves; when the three agree, it is element-wise.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def is_elementwise(optimizer: Optimizer) -> bool:
             [list(g.flatten().split(half)) for g in grads],
         )
     except Exception:
-        # An optimizer that cannot step a flat tensor at all (it wants matrices, a closure, sparse gradients) is not
+        # An optimizer that cannot step a flat tensor at all (it wants matrices, a closure, sparse
+        # gradients) is not
         # element-wise; what it raised is of no use to the user, who never asked for the trial.
         return False
     return torch.allclose(whole, flat, rtol=1e-6, atol=1e-8) and torch.allclose(
@@ -55,7 +56,9 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     )
 
 
-def _run(optimizer: Optimizer, start: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]) -> Tensor:
+def _run(
+    optimizer: Optimizer, start: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
+) -> Tensor:
     """Step copies of ``start`` with a twin of ``optimizer`` and return all values, flat."""
     params = [t.clone() for t in start]
     twin = object.__new__(type(optimizer))

@@ -1,8 +1,9 @@
 """The user's own optimizer object, stepped over flat shards.
 
-Between steps ``optimizer.param_groups`` hold the module's own parameters, so schedulers, ``toggle_optimizer`` and user code
-see what they expect. For the duration of a step they hold flat shards, and ``optimizer.state`` the state of those: there
-are no hyperparameters to mirror and no second optimizer.
+Between steps ``optimizer.param_groups`` hold the module's own parameters, so schedulers,
+``toggle_optimizer`` and user code see what they expect. For the duration of a step they hold flat
+shards, and ``optimizer.state`` the state of those: there are no hyperparameters to mirror and no
+second optimizer.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ State = MutableMapping[Tensor, dict[str, Any]]
 class Face:
     """Binds one optimizer to an engine.
 
-    ``on_step`` and ``on_zero_grad`` replace the optimizer's own methods, so that user code which calls them directly
-    reaches the engine.
+    ``on_step`` and ``on_zero_grad`` replace the optimizer's own methods, so that user code which
+    calls them directly reaches the engine.
     """
 
     def __init__(
@@ -45,13 +46,15 @@ class Face:
         def zero_grad(set_to_none: bool = True) -> None:
             on_zero_grad()
 
-        # torch's schedulers look for this mark to tell whether a step goes past them; ours reaches the wrapped one.
+        # torch's schedulers look for this mark to tell whether a step goes past them; ours reaches
+        # the wrapped one.
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
     def step(self, groups: Sequence[Sequence[Tensor]]) -> None:
-        """Step the tensors of ``groups`` (one list per parameter group), which carry their gradients."""
+        """Step the tensors of ``groups`` (one list per parameter group), which carry their
+        gradients."""
         optimizer = self.optimizer
         own_groups, own_state = optimizer.param_groups, optimizer.state
         own_params = [group["params"] for group in own_groups]

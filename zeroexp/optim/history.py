@@ -1,7 +1,9 @@
-"""Parameters that share one history are stepped as one flat tensor; those that part ways get tensors of their own.
+"""Parameters that share one history are stepped as one flat tensor; those that part ways get
+tensors of their own.
 
-torch skips a parameter whose gradient is ``None``: no decay, no momentum, no step count. A flat shard must do the same
-for each parameter in it, so it is split where histories differ and only then.
+torch skips a parameter whose gradient is ``None``: no decay, no momentum, no step count. A flat
+shard must do the same for each parameter in it, so it is split where histories differ and only
+then.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from zeroexp.optim.face import State
 
 @dataclass
 class Run:
-    """A range of the stepped tensor whose parameters (``slots``) have one history; ``tensor`` is the optimizer's key."""
+    """A range of the stepped tensor whose parameters (``slots``) have one history; ``tensor`` is
+    the optimizer's key."""
 
     start: int
     stop: int
@@ -30,8 +33,8 @@ class Run:
 class History:
     """The runs of one segment's stepped tensor ``master``.
 
-    ``whole`` gives each parameter a tensor of its own shape from the start, for optimizers that look at matrices; it
-    needs the whole segment in ``master``.
+    ``whole`` gives each parameter a tensor of its own shape from the start, for optimizers that
+    look at matrices; it needs the whole segment in ``master``.
     """
 
     def __init__(self, spec: Segment, master: Tensor, index: int | None, *, whole: bool) -> None:
@@ -55,7 +58,8 @@ class History:
             self.runs = [Run(0, stop, [i for i, _ in starts], master)]
 
     def split(self, labels: Sequence[Hashable], state: State) -> None:
-        """Cut runs so that all parameters of one have the same label; ``labels`` are per slot of the segment."""
+        """Cut runs so that all parameters of one have the same label; ``labels`` are per slot of
+        the segment."""
         if self._whole:
             return
         out: list[Run] = []
@@ -91,7 +95,8 @@ class History:
 
 
 def _share(old: dict[str, Any], run: Run, part: Run) -> dict[str, Any]:
-    """The part's share of a run's state: slices of what is per element, copies of what is per tensor."""
+    """The part's share of a run's state: slices of what is per element, copies of what is per
+    tensor."""
     numel = run.stop - run.start
     out: dict[str, Any] = {}
     for key, value in old.items():
@@ -106,4 +111,8 @@ def _share(old: dict[str, Any], run: Run, part: Run) -> dict[str, Any]:
 
 def per_element(value: Any, run: Run) -> bool:
     """Whether a state entry has one value per element of ``run``."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == run.stop - run.start
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dim() > 0
+        and value.numel() == run.stop - run.start
+    )

@@ -1,7 +1,8 @@
 """Resident state and traffic of one step, to the byte, from the layout.
 
-Formulas: Rajbhandari et al., arXiv:1910.02054, sections 5 and 7, with the padding of :mod:`zeroexp.layout` counted in and
-listed apart. Traffic is what a rank sends, ``(N-1)/N`` of each padded tensor per collective.
+Formulas: Rajbhandari et al., arXiv:1910.02054, sections 5 and 7, with the padding of
+:mod:`zeroexp.layout` counted in and listed apart. Traffic is what a rank sends, ``(N-1)/N`` of each
+padded tensor per collective.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class _Formats:
 
 
 def predict(config: Config, specs: Sequence[ParamSpec]) -> Prediction:
-    """Predict ``config`` for a model of ``specs`` (built-in models give them, see :mod:`zeroexp.models.specs`)."""
+    """Predict ``config`` for a model of ``specs`` (built-in models give them, see
+    :mod:`zeroexp.models.specs`)."""
     config = config.resolved()
     ranks = config.trainer.devices * config.trainer.num_nodes
     shards = _shard_size(config, ranks)
@@ -71,7 +73,10 @@ def predict(config: Config, specs: Sequence[ParamSpec]) -> Prediction:
         state[rank], padding[rank] = _state(config, layout, placement, rank % shards)
     everyone = range(ranks)
     return Prediction(
-        state, padding, {r: dict(comm) for r in everyone}, {r: {"read": 0, "written": 0} for r in everyone}
+        state,
+        padding,
+        {r: dict(comm) for r in everyone},
+        {r: {"read": 0, "written": 0} for r in everyone},
     )
 
 
@@ -161,9 +166,8 @@ def _traffic(
 
 
 def _gathers(config: Config, unit: str) -> int:
-    """All-gathers of one unit per micro-batch: forward, and backward unless it stayed whole in between."""
+    """All-gathers of one unit per micro-batch: forward, and backward unless it stayed whole in
+    between."""
     mode = config.zero.reshard_after_forward
     stays = mode == "false" or (mode == "auto" and unit == "")
     return 1 if stays else 2
-
-

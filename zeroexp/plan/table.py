@@ -1,4 +1,5 @@
-"""The published table of ZeRO's model state, from the same placement table and layout the engine uses."""
+"""The published table of ZeRO's model state, from the same placement table and layout the engine
+uses."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ def zero_bytes(
     grad_bytes: int = 2,
     optim_bytes: int = 12,
 ) -> int:
-    """Model-state bytes per rank of ``num_params`` parameters (Rajbhandari et al., arXiv:1910.02054, figure 1).
+    """Model-state bytes per rank of ``num_params`` parameters (Rajbhandari et al.,
+    arXiv:1910.02054, figure 1).
 
     ``optim_bytes`` is the paper's K: 12 for Adam with an fp32 master copy. Padding is included.
     """

@@ -20,9 +20,10 @@ _DTYPES = {
 class Policy:
     """The precision section with every ``auto`` replaced.
 
-    ``compute`` is the dtype of parameters and activations; ``reduce`` of gradients on the wire; ``accumulate`` of the
-    buffers gradients are summed in; ``master`` of the copy the optimizer steps (``None``: it steps the parameters
-    themselves). ``nonfinite`` says what happens to a step with a non-finite gradient.
+    ``compute`` is the dtype of parameters and activations; ``reduce`` of gradients on the wire;
+    ``accumulate`` of the buffers gradients are summed in; ``master`` of the copy the optimizer
+    steps (``None``: it steps the parameters themselves). ``nonfinite`` says what happens to a step
+    with a non-finite gradient.
     """
 
     compute: torch.dtype
@@ -41,9 +42,11 @@ class Policy:
         return cls(compute, _DTYPES[p.reduce], _DTYPES[p.accumulate], master, p.nonfinite)
 
     def storage_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Parameters of ``dtype`` are held in this dtype: floats in ``compute``, integers as they are.
+        """Parameters of ``dtype`` are held in this dtype: floats in ``compute``, integers as they
+        are.
 
-        fp64 parameters stay fp64 under fp32 compute: only a half-precision policy narrows what the user built.
+        fp64 parameters stay fp64 under fp32 compute: only a half-precision policy narrows what the
+        user built.
         """
         if not dtype.is_floating_point:
             return dtype
@@ -52,15 +55,21 @@ class Policy:
         return self.compute
 
     def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Dtype in which gradients of parameters held as ``dtype`` are summed: never narrower than asked for."""
-        return torch.promote_types(self.accumulate, dtype) if dtype == torch.float64 else self.accumulate
+        """Dtype in which gradients of parameters held as ``dtype`` are summed: never narrower than
+        asked for."""
+        return (
+            torch.promote_types(self.accumulate, dtype)
+            if dtype == torch.float64
+            else self.accumulate
+        )
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which gradients of parameters held as ``dtype`` travel."""
         return dtype if dtype == torch.float64 else self.reduce
 
     def master_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
-        """Dtype of the stepped copy of parameters held as ``dtype``; ``None`` when they are stepped in place."""
+        """Dtype of the stepped copy of parameters held as ``dtype``; ``None`` when they are stepped
+        in place."""
         if self.master is None or dtype in (torch.float32, torch.float64):
             return None
         return self.master

@@ -1,4 +1,5 @@
-"""The loss scale of half-precision training (Micikevicius et al., arXiv:1710.03740, section 3.2)."""
+"""The loss scale of half-precision training (Micikevicius et al., arXiv:1710.03740, section
+3.2)."""
 
 from __future__ import annotations
 
@@ -17,12 +18,14 @@ class _State:
 
 
 class LossScale:
-    """A factor on the loss that keeps small gradients representable; pure arithmetic, the same on all ranks.
+    """A factor on the loss that keeps small gradients representable; pure arithmetic, the same on
+    all ranks.
 
-    Dynamic: an overflow multiplies by ``backoff`` once ``hysteresis`` overflows have been used up; ``interval`` clean
-    steps after the first clean step following the start or an overflow, and every ``interval`` from there, multiply by
-    ``growth`` (DeepSpeed's convention: the first doubling comes on clean step ``interval + 1``) and refill the
-    hysteresis. At ``floor`` a further overflow is an error, since halving for ever would train nothing.
+    Dynamic: an overflow multiplies by ``backoff`` once ``hysteresis`` overflows have been used up;
+    ``interval`` clean steps after the first clean step following the start or an overflow, and
+    every ``interval`` from there, multiply by ``growth`` (DeepSpeed's convention: the first
+    doubling comes on clean step ``interval + 1``) and refill the hysteresis. At ``floor`` a further
+    overflow is an error, since halving for ever would train nothing.
     """
 
     MAXIMUM = 2.0**24
@@ -38,8 +41,8 @@ class LossScale:
         return self._state.value
 
     def update(self, overflow: bool, *, culprit: str = "") -> None:
-        """Account for one boundary. Raises :class:`NonFiniteError` on an overflow at the floor; ``culprit`` names
-        the first parameter with a non-finite gradient."""
+        """Account for one boundary. Raises :class:`NonFiniteError` on an overflow at the floor;
+        ``culprit`` names the first parameter with a non-finite gradient."""
         if not self.dynamic:
             return
         config, state = self._config, self._state
@@ -51,8 +54,10 @@ class LossScale:
             if state.value <= config.floor:
                 raise NonFiniteError(
                     f"gradients overflow even at the smallest loss scale: scale {state.value:g}, "
-                    f"precision.loss_scale.floor={config.floor:g}, first non-finite gradient in {culprit or 'unknown'}. "
-                    "Look for a division by zero or a learning rate that is too high; bf16 has the range of fp32."
+                    f"precision.loss_scale.floor={config.floor:g}, first non-finite gradient in "
+                    f"{culprit or 'unknown'}. "
+                    "Look for a division by zero or a learning rate that is too high; bf16 has "
+                    "the range of fp32."
                 )
             state.value = max(state.value * config.backoff, config.floor)
             return

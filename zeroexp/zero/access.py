@@ -1,7 +1,9 @@
-"""Guards around a module whose parameters may be elsewhere: reading, copying, pickling, moving, saving and loading it.
+"""Guards around a module whose parameters may be elsewhere: reading, copying, pickling, moving,
+saving and loading it.
 
-Everything here is either right (it gathers first) or refused with the way to do it; nothing hands out NaN or an empty
-tensor. Guards do not survive a copy: a copied module is a plain one with whole parameters.
+Everything here is either right (it gathers first) or refused with the way to do it; nothing hands
+out NaN or an empty tensor. Guards do not survive a copy: a copied module is a plain one with whole
+parameters.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from zeroexp.errors import ModelError
 
 
 class Owner(Protocol):
-    """Whoever can make a parameter whole. ``transferable`` owners hand it over to an engine, others refuse."""
+    """Whoever can make a parameter whole. ``transferable`` owners hand it over to an engine, others
+    refuse."""
 
     transferable: bool
 
@@ -33,7 +36,8 @@ class Owner(Protocol):
         """Somebody reads the parameter as an attribute of its module."""
 
     def whole(self, *, edit: bool) -> AbstractContextManager[None]:
-        """The parameter is whole inside; with ``edit`` what is written stays. Every rank must take part."""
+        """The parameter is whole inside; with ``edit`` what is written stays. Every rank must take
+        part."""
 
 
 class GuardedParameters(dict[str, Any]):
@@ -60,7 +64,8 @@ class GuardedParameters(dict[str, Any]):
                 super().__setitem__(name, value)
                 return
             raise ModelError(
-                f"parameter {name} is managed by a zeroexp engine and cannot be replaced; write into it inside "
+                f"parameter {name} is managed by a zeroexp engine and cannot be replaced; write "
+                "into it inside "
                 "zeroexp.gathered(parameter, modify_rank=0), or build the engine after the change."
             )
         super().__setitem__(name, value)
@@ -127,12 +132,15 @@ _THIS_MODULE = _ThisModule()
 
 
 class _GuardedApply:
-    """Stands in for ``module._apply``: parameters cannot change dtype or device any more, buffers can."""
+    """Stands in for ``module._apply``: parameters cannot change dtype or device any more, buffers
+    can."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
-    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    def __call__(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> nn.Module:
         module = self._module
         if recurse:
             for child in module.children():
@@ -143,8 +151,10 @@ class _GuardedApply:
                 result = fn(probe)
                 if result.dtype != probe.dtype or result.device != probe.device:
                     raise ModelError(
-                        f"the module's parameters are managed by a zeroexp engine ({probe.dtype} on {probe.device}) and "
-                        f"cannot be moved to {result.dtype} on {result.device}. Set precision and device in the "
+                        f"the module's parameters are managed by a zeroexp engine ({probe.dtype} "
+                        f"on {probe.device}) and "
+                        f"cannot be moved to {result.dtype} on {result.device}. Set precision and "
+                        "device in the "
                         "configuration, or call engine.close() first."
                     )
         for name, buffer in module._buffers.items():
@@ -191,7 +201,8 @@ class Guards:
                     key = prefix + name
                     if key in state:
                         value = dict.__getitem__(mod._parameters, name)
-                        state[key] = value.detach().clone()
+                        if value is not None:
+                            state[key] = value.detach().clone()
 
         def open_for_load(*_: Any) -> None:
             stack.enter_context(whole(everyone, edit=True))

@@ -1,7 +1,8 @@
-"""What the ranks must agree on before a step: non-finite gradients, the global norm, who got gradients, late arrivals.
+"""What the ranks must agree on before a step: non-finite gradients, the global norm, who got
+gradients, late arrivals.
 
-One small exchange carries all of it. The norm sums owned shards in fp64 in rank order, at every stage, so clipping does
-not depend on the stage or the cut.
+One small exchange carries all of it. The norm sums owned shards in fp64 in rank order, at every
+stage, so clipping does not depend on the stage or the cut.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def agree(
     digest: int,
     loss_finite: bool,
 ) -> Agreement:
-    """Exchange and combine what each rank knows. ``digest`` identifies the order in which it used the units."""
+    """Exchange and combine what each rank knows. ``digest`` identifies the order in which it used
+    the units."""
     head = torch.tensor(
         [local_sum_squares(segments), float(digest), float(loss_finite)], dtype=torch.float64
     )
@@ -87,7 +89,8 @@ def agree(
 
 
 def first_nonfinite(world: World, segments: Sequence[SegmentState]) -> tuple[str, int]:
-    """Name and owning rank of the first parameter, in model order, whose reduced gradient is not finite (collective)."""
+    """Name and owning rank of the first parameter, in model order, whose reduced gradient is not
+    finite (collective)."""
     mine = -1
     names = [slot.spec.name for s in segments for slot in s.spec.slots]
     base = 0

@@ -1,7 +1,8 @@
 """Memory whose identity stays while its pages come and go.
 
-Autograd saves *views* of weights. A released buffer must therefore keep its identity: the same storage is freed and
-refilled, and never handed to another unit while a view is alive, or backward reads another unit's weights.
+Autograd saves *views* of weights. A released buffer must therefore keep its identity: the same
+storage is freed and refilled, and never handed to another unit while a view is alive, or backward
+reads another unit's weights.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from torch import Tensor
 from zeroexp import ops
 
 _RANGE_FROM = 1 << 20
-"""Bytes from which a host buffer gets an address range of its own, on huge pages; below, resizing is as fast."""
+"""Bytes from which a host buffer gets an address range of its own, on huge pages; below, resizing
+is as fast."""
 
 
 class FlatBuffer:
-    """A flat tensor ``[numel]`` that can be released and acquired again; ``tensor`` is the same object throughout.
+    """A flat tensor ``[numel]`` that can be released and acquired again; ``tensor`` is the same
+    object throughout.
 
-    On the host a large buffer is an address range whose pages are given back; elsewhere the storage is resized.
+    On the host a large buffer is an address range whose pages are given back; elsewhere the storage
+    is resized.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -38,7 +42,8 @@ class FlatBuffer:
         self.held = True
 
     def release(self) -> None:
-        """Give the memory back to the system. ``tensor`` must not be read until it is acquired and filled again."""
+        """Give the memory back to the system. ``tensor`` must not be read until it is acquired and
+        filled again."""
         if not self.held:
             return
         if self._range is not None:

@@ -20,9 +20,9 @@ def gathered(
 ) -> Iterator[None]:
     """Inside, ``params`` (of an engine's module) are whole on every rank; every rank must enter.
 
-    With ``modify_rank`` what that rank writes is kept and reaches the others. Without it the parameters are read-only:
-    an in-place write raises :class:`ModelError` at the end, since it would be lost. Parameters that no engine manages
-    are whole already.
+    With ``modify_rank`` what that rank writes is kept and reaches the others. Without it the
+    parameters are read-only: an in-place write raises :class:`ModelError` at the end, since it
+    would be lost. Parameters that no engine manages are whole already.
     """
     wanted = _list(params)
     owners = {id(o): o for p in wanted if (o := owner_of(p)) is not None}
@@ -35,7 +35,9 @@ def gathered(
         versions = [p._version for p in wanted]
         before = [p.detach().clone() for p in wanted]
         yield
-        changed = [i for i, (p, v) in enumerate(zip(wanted, versions, strict=True)) if p._version != v]
+        changed = [
+            i for i, (p, v) in enumerate(zip(wanted, versions, strict=True)) if p._version != v
+        ]
         with torch.no_grad():
             for i in changed:
                 wanted[i].copy_(before[i])
@@ -46,7 +48,8 @@ def gathered(
             changed = [i for i in rows if i >= 0]
         if changed:
             raise ModelError(
-                f"a parameter of shape {tuple(wanted[changed[0]].shape)} was written inside gathered(); the write was "
+                f"a parameter of shape {tuple(wanted[changed[0]].shape)} was written inside "
+                "gathered(); the write was "
                 "undone. Pass modify_rank, the rank whose values count."
             )
 

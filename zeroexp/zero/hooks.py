@@ -1,4 +1,5 @@
-"""Where the runtime meets the user's module: hooks on modules, on their inputs and outputs, and on gradients."""
+"""Where the runtime meets the user's module: hooks on modules, on their inputs and outputs, and on
+gradients."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ def _raised(output: Any) -> bool:
 
 
 class Edge:
-    """What happens when the gradient of one activation is ready: first the unit that consumed it is retired, then the
-    unit that produced it is gathered, so that the two are not whole together."""
+    """What happens when the gradient of one activation is ready: first the unit that consumed it is
+    retired, then the unit that produced it is gathered, so that the two are not whole together."""
 
     _ATTRIBUTE = "_zeroexp_edge"
 
@@ -67,7 +68,8 @@ class Edge:
 class Hooks:
     """Turns what autograd and modules do into calls on :class:`Residency` and :class:`Reducer`.
 
-    ``backward_begins`` is called when a backward reaches this model; it returns at once if one is running already.
+    ``backward_begins`` is called when a backward reaches this model; it returns at once if one is
+    running already.
     """
 
     def __init__(
@@ -99,7 +101,8 @@ class Hooks:
         self._handles.append(module.register_forward_hook(ModuleHook(post), always_call=True))
 
     def attach_unit(self, unit: UnitState) -> None:
-        """Gather before the unit's module runs, release after it, and the mirror image in backward."""
+        """Gather before the unit's module runs, release after it, and the mirror image in
+        backward."""
 
         def pre(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._residency.need(unit)
@@ -107,7 +110,9 @@ class Hooks:
                 self._watch_inputs(unit, (args, kwargs))
 
         def post(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if _raised(output):  # the scope's end releases what is whole; nothing may be gathered now
+            if _raised(
+                output
+            ):  # the scope's end releases what is whole; nothing may be gathered now
                 return
             self.watch_outputs(unit, output)
             self._residency.leave(unit)
@@ -129,7 +134,7 @@ class Hooks:
             handle.remove()
         self._handles = []
 
-    # -- events --------------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def watch_outputs(self, unit: UnitState | None, output: Any) -> None:
         """Make the backward through ``output`` gather ``unit`` first."""

@@ -20,9 +20,9 @@ from zeroexp.zero.unit import Life, UnitState
 class ShardedModel:
     """Cuts ``module`` into units and takes its parameters over, in place; names and objects stay.
 
-    ``groups`` maps ``id(parameter)`` to its optimizer group; parameters in no group are never stepped. Every rank must
-    build the same model; rank 0's values win. Raises :class:`RankMismatch` when the ranks' models differ,
-    :class:`ModelError` for parameters that hold no data.
+    ``groups`` maps ``id(parameter)`` to its optimizer group; parameters in no group are never
+    stepped. Every rank must build the same model; rank 0's values win. Raises :class:`RankMismatch`
+    when the ranks' models differ, :class:`ModelError` for parameters that hold no data.
     """
 
     def __init__(
@@ -35,9 +35,7 @@ class ShardedModel:
         self._former, guards = self._former_owners()
         self.specs = self._collect(groups)
         self._agree()
-        self.layout: Layout = make_layout(
-            self.specs, cut=cut, shards=around.world.gather.size
-        )
+        self.layout: Layout = make_layout(self.specs, cut=cut, shards=around.world.gather.size)
         self.units: list[UnitState] = []
         self.place: dict[int, tuple[UnitState, SegmentState, int]] = {}
         """``id(parameter)`` to unit, segment and slot."""
@@ -60,7 +58,8 @@ class ShardedModel:
                 for name, owner in table.owners.items():
                     if not owner.transferable:
                         raise ModelError(
-                            f"parameter {name} of {path or 'the root module'} belongs to another zeroexp engine already. "
+                            f"parameter {name} of {path or 'the root module'} belongs to another "
+                            "zeroexp engine already. "
                             "Use that engine, or call its close() before building a second one."
                         )
                     owners.setdefault(id(dict.__getitem__(table, name)), []).append(owner)
@@ -76,7 +75,8 @@ class ShardedModel:
         for name, param in self.params.items():
             if param.is_meta:
                 raise ModelError(
-                    f"parameter {name} is on the meta device: it has no values. Build the model inside "
+                    f"parameter {name} is on the meta device: it has no values. Build the model "
+                    "inside "
                     "zeroexp.sharded_init(config), which needs no more memory."
                 )
             group = groups.get(id(param), -1)
@@ -109,7 +109,8 @@ class ShardedModel:
         if differs:
             spec = self.specs[differs[0]]
             raise RankMismatch(
-                f"the ranks built different models: parameter {spec.name} (here: shape {spec.shape}, {spec.dtype}, "
+                f"the ranks built different models: parameter {spec.name} (here: shape "
+                f"{spec.shape}, {spec.dtype}, "
                 f"trainable {spec.trainable}) is not the same on every rank."
             )
 
@@ -150,7 +151,7 @@ class ShardedModel:
             ).wait()
         return flat
 
-    # -- unfreezing ----------------------------------------------------------------------------------------------
+    # -- unfreezing --------------------------------------------------------------------------------
 
     def _find_frozen(self) -> list[nn.Parameter]:
         """Parameters that an optimizer holds but that were frozen when their segment was made."""
@@ -163,10 +164,11 @@ class ShardedModel:
         ]
 
     def thaw(self) -> list[SegmentState]:
-        """Give parameters that were unfrozen since (``requires_grad`` set by the user) gradients and optimizer state.
+        """Give parameters that were unfrozen since (``requires_grad`` set by the user) gradients
+        and optimizer state.
 
-        They move from their frozen segment to a new one of the same unit; nothing else moves. Returns the new
-        segments. Collective: every rank must unfreeze the same parameters.
+        They move from their frozen segment to a new one of the same unit; nothing else moves.
+        Returns the new segments. Collective: every rank must unfreeze the same parameters.
         """
         thawed = {id(p) for p in self._frozen if p.requires_grad}
         if not thawed:
@@ -184,9 +186,7 @@ class ShardedModel:
                 fresh += [s for s in parts if s.spec.trainable]
             unit.set_segments(segments)
             self._index(unit)
-        units = tuple(
-            Unit(u.name, tuple(s.spec for s in u.segments)) for u in self.units
-        )
+        units = tuple(Unit(u.name, tuple(s.spec for s in u.segments)) for u in self.units)
         self.layout = Layout(units, self.layout.shards)
         self._frozen = self._find_frozen()
         return fresh
@@ -213,7 +213,7 @@ class ShardedModel:
             parts.append(segment)
         return parts
 
-    # -- look-up -------------------------------------------------------------------------------------------------
+    # -- look-up -----------------------------------------------------------------------------------
 
     @property
     def segments(self) -> list[SegmentState]:
@@ -224,7 +224,8 @@ class ShardedModel:
         return [s for s in self.segments if s.spec.trainable]
 
     def master_whole(self, segment: SegmentState) -> Tensor:
-        """The segment's values ``[size]`` as the optimizer sees them, on every rank (collective)."""
+        """The segment's values ``[size]`` as the optimizer sees them, on every rank
+        (collective)."""
         if not segment.has_master_copy and not segment.sharded:
             return segment.full
         mine = segment.master if segment.has_master_copy else segment.shard

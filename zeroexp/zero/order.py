@@ -1,7 +1,8 @@
 """The order in which units are used, learned from the first pass and replayed.
 
-All ranks must issue their collectives in one order. The order of definition serves until every rank has seen the same
-other order; a rank that then departs from it is still right: it takes part for the units it skipped.
+All ranks must issue their collectives in one order. The order of definition serves until every rank
+has seen the same other order; a rank that then departs from it is still right: it takes part for
+the units it skipped.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ class UseOrder:
         return zlib.crc32("\n".join(u.name for u in self._trace).encode())
 
     def adopt(self) -> None:
-        """Make the last trace the order; units it lacks follow in their old order. Call on all ranks or none, when
-        their digests are equal."""
+        """Make the last trace the order; units it lacks follow in their old order. Call on all
+        ranks or none, when their digests are equal."""
         if self._trace and self._trace != self.units[: len(self._trace)]:
             used = {id(u) for u in self._trace}
             self._set([*self._trace, *(u for u in self.units if id(u) not in used)])
 
 
 def backward_order(units: Sequence[UnitState]) -> list[UnitState]:
-    """The order in which backward needs ``units`` (given in forward order): the last first, a unit that encloses others
-    before those it encloses."""
+    """The order in which backward needs ``units`` (given in forward order): the last first, a unit
+    that encloses others before those it encloses."""
     done: list[UnitState] = []
     open_: list[UnitState] = []
     for unit in units:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from zeroexp.comm import World
@@ -21,7 +21,7 @@ class EngineOwner:
         self._unit = unit
         self._model = model
         self._residency = residency
-        self._open: list[AbstractContextManager[None]] = []
+        self._open: list[ExitStack] = []
 
     @property
     def world(self) -> World:
@@ -45,4 +45,4 @@ class EngineOwner:
     def shut(self, *_: Any) -> None:
         """After it."""
         if self._open:
-            self._open.pop().__exit__(None, None, None)
+            self._open.pop().close()

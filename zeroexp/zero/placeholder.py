@@ -1,9 +1,9 @@
 """What parameters show while their values are elsewhere.
 
-A released parameter must keep its shape (summaries, optimizers and ``numel()`` look at it), must not point at freed
-memory (a stray read would crash the process), and must not look like data. One NaN expanded to the shape costs one
-element, turns a stray read into NaN and most stray writes into an error; ``zero_`` and ``fill_`` pass silently, so the
-NaN is looked at before the next gather.
+A released parameter must keep its shape (summaries, optimizers and ``numel()`` look at it), must
+not point at freed memory (a stray read would crash the process), and must not look like data. One
+NaN expanded to the shape costs one element, turns a stray read into NaN and most stray writes into
+an error; ``zero_`` and ``fill_`` pass silently, so the NaN is looked at before the next gather.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class Placeholders:
         """
         if self._nan.device.type == "cpu" and not bool(torch.isnan(self._nan)):
             raise ModelError(
-                f"a parameter of this list was written while its values are sharded, so the write is lost: "
-                f"{', '.join(names)}. Edit parameters inside zeroexp.gathered(parameter, modify_rank=0)."
+                "a parameter of this list was written while its values are sharded, so the write "
+                "is lost: "
+                f"{', '.join(names)}. Edit parameters inside zeroexp.gathered(parameter, "
+                "modify_rank=0)."
             )

@@ -1,7 +1,8 @@
 """Brings gradients to their owners, overlapped with the backward that produces them.
 
-Reductions start in one fixed order of units on every rank. A unit whose turn has not come waits; what is left is reduced
-at the end of backward. At most two reductions are in flight, which bounds the memory they need.
+Reductions start in one fixed order of units on every rank. A unit whose turn has not come waits;
+what is left is reduced at the end of backward. At most two reductions are in flight, which bounds
+the memory they need.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ class Reducer:
     def abandon(self) -> None:
         """After a backward that raised: finish what is in flight, drop all gradients.
 
-        Not called when it raises, since a peer may be gone and the first error must not wait for it; the next backward
-        or ``zero_grad`` does.
+        Not called when it raises, since a peer may be gone and the first error must not wait for
+        it; the next backward or ``zero_grad`` does.
         """
         self.reducing = False
         self.drain()

@@ -1,7 +1,7 @@
 """From a parameter to whoever holds its values.
 
-A side table keyed by the parameter object: attributes on a Parameter that reach the engine would travel into pickles
-and copies. Entries vanish with their parameter.
+A side table keyed by the parameter object: attributes on a Parameter that reach the engine would
+travel into pickles and copies. Entries vanish with their parameter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from zeroexp.zero.access import Owner
 
 
 class Registry:
-    """Weak map by identity (tensors compare by value, so a ``WeakKeyDictionary`` cannot hold them)."""
+    """Weak map by identity (tensors compare by value, so a ``WeakKeyDictionary`` cannot hold
+    them)."""
 
     def __init__(self) -> None:
         self._owners: dict[int, tuple[weakref.ref[nn.Parameter], Owner]] = {}

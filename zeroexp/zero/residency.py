@@ -1,9 +1,9 @@
 """Which units are whole, and when: gathers on demand and ahead of demand, releases after use.
 
-A *pass* is one traversal of the model, forward or backward. Within a pass every rank gathers every unit once, in one
-order, so that the collectives match although ranks may skip different modules: who skips a unit takes part in its gather
-and drops it. A unit that is needed again in the same pass (used twice, recomputed after its release) is gathered once
-more, which all ranks then must do.
+A *pass* is one traversal of the model, forward or backward. Within a pass every rank gathers every
+unit once, in one order, so that the collectives match although ranks may skip different modules:
+who skips a unit takes part in its gather and drops it. A unit that is needed again in the same pass
+(used twice, recomputed after its release) is gathered once more, which all ranks then must do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Direction(Enum):
 class Residency:
     """Gathers and releases the units of one engine.
 
-    ``keeps`` says whether a unit stays whole between its forward and its backward (``zero.reshard_after_forward``).
+    ``keeps`` says whether a unit stays whole between its forward and its backward
+    (``zero.reshard_after_forward``).
     """
 
     def __init__(
@@ -58,15 +59,15 @@ class Residency:
     def direction(self) -> Direction | None:
         return self._direction
 
-    # -- passes --------------------------------------------------------------------------------------------------
+    # -- passes ------------------------------------------------------------------------------------
 
     def enter_scope(self) -> None:
         """Code that uses the model begins; scopes nest."""
         self._depth += 1
 
     def exit_scope(self, failed: bool = False) -> None:
-        """The outermost scope ends the forward pass. After an exception the ranks no longer agree, so nothing more
-        is gathered."""
+        """The outermost scope ends the forward pass. After an exception the ranks no longer agree,
+        so nothing more is gathered."""
         self._depth -= 1
         if self._depth == 0 and self._direction is Direction.FORWARD:
             self.end_pass(failed)
@@ -95,7 +96,8 @@ class Residency:
         keeping = direction is Direction.FORWARD and torch.is_grad_enabled() and not failed
         for unit in self._units:
             stays = keeping and (self._keeps(unit) or unit in self._visitors)
-            # After a failure a gather may be in flight whose peer is gone: waiting would hide the first error.
+            # After a failure a gather may be in flight whose peer is gone: waiting would hide the
+            # first error.
             stays = stays or (failed and unit.life is Life.GATHERING)
             if not stays and unit.pins == 0:
                 unit.release()
@@ -103,7 +105,7 @@ class Residency:
                 unit.outstanding = 0
         self._visitors = self._visitors if keeping else []
 
-    # -- units ---------------------------------------------------------------------------------------------------
+    # -- units -------------------------------------------------------------------------------------
 
     def need(self, unit: UnitState) -> None:
         """Return when ``unit`` is whole, and start to gather those that follow."""
@@ -131,14 +133,17 @@ class Residency:
         unit.wait()
 
     def _catch_up(self, order: UseOrder, at: int) -> None:
-        """Gather with the others what this rank skips on its way to position ``at``, and drop it."""
+        """Gather with the others what this rank skips on its way to position ``at``, and drop
+        it."""
         skipped = [u for u in order.units[:at] if id(u) not in self._issued]
         for unit in skipped:
             unit.gather()
             self._issued.add(id(unit))
             unit.release()
         if self._ahead:
-            unused = [u for u in self._ahead if order.position[id(u)] < at and id(u) not in self._used]
+            unused = [
+                u for u in self._ahead if order.position[id(u)] < at and id(u) not in self._used
+            ]
             for unit in unused:
                 unit.release()
             self._ahead = [u for u in self._ahead if id(u) not in self._used and u not in unused]
@@ -151,7 +156,8 @@ class Residency:
                 self._ahead.append(unit)
 
     def visit(self, unit: UnitState) -> None:
-        """A parameter is read outside its unit's own module: keep the unit whole until the backward is over."""
+        """A parameter is read outside its unit's own module: keep the unit whole until the backward
+        is over."""
         if unit.life is Life.WHOLE or not self.active:
             return
         self.need(unit)

@@ -1,10 +1,11 @@
-"""One segment at run time: the tensors behind a flat range of parameters, and where its gradients are.
+"""One segment at run time: the tensors behind a flat range of parameters, and where its gradients
+are.
 
 ``full``    every element, in the dtype that computes; permanent where parameters are replicated
-``shard``   this rank's slice of it
-``master``  what the optimizer steps: the shard (or all of ``full`` where optimizer state is replicated), or a wider copy
-``local``   gradients of this rank, not yet reduced; permanent where gradients are replicated
-``owned``   the reduced gradients of this rank's slice
+``shard``   this rank's slice of it ``master``  what the optimizer steps: the shard (or all of
+``full`` where optimizer state is replicated), or a wider copy ``local``   gradients of this rank,
+not yet reduced; permanent where gradients are replicated ``owned``   the reduced gradients of this
+rank's slice
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Surroundings:
 
 
 class SegmentState:
-    """The run-time side of one :class:`zeroexp.layout.Segment`. ``tag`` is its number, the same on every rank."""
+    """The run-time side of one :class:`zeroexp.layout.Segment`. ``tag`` is its number, the same on
+    every rank."""
 
     def __init__(
         self, spec: Segment, params: Sequence[nn.Parameter], around: Surroundings, tag: int
@@ -69,11 +71,11 @@ class SegmentState:
         self._spare: Tensor | None = None
         self.has_owned = False
 
-    # -- construction --------------------------------------------------------------------------------------------
+    # -- construction ------------------------------------------------------------------------------
 
     def take_over(self, flat: Tensor) -> None:
-        """Build all state from ``flat`` ``[size]``, the whole segment in the dtype the user built; point the
-        parameters at it (or at placeholders)."""
+        """Build all state from ``flat`` ``[size]``, the whole segment in the dtype the user built;
+        point the parameters at it (or at placeholders)."""
         around, spec = self._around, self.spec
         placement = around.placement
         wide = around.policy.master_dtype(self.dtype) if spec.trainable else None
@@ -85,9 +87,7 @@ class SegmentState:
         self.buffer = FlatBuffer(spec.size, self.dtype, around.device)
         self.full = self.buffer.tensor
         self.full.copy_(flat)
-        self._whole = [
-            self.full[s.offset : s.stop].view(s.spec.shape) for s in spec.slots
-        ]
+        self._whole = [self.full[s.offset : s.stop].view(s.spec.shape) for s in spec.slots]
         if self.sharded:
             self.shard = flat_zeros(spec.shard_size, self.dtype, around.device)
             self.shard.copy_(self.full[self.lo : self.hi])
@@ -137,15 +137,21 @@ class SegmentState:
 
     def forget(self) -> None:
         """Strike everything this segment holds from the ledger."""
-        for kind, label in (("params", ""), ("grads", ""), ("grads", "spare"), ("optim", "master"), ("optim", "state")):
+        for kind, label in (
+            ("params", ""),
+            ("grads", ""),
+            ("grads", "spare"),
+            ("optim", "master"),
+            ("optim", "state"),
+        ):
             tier = getattr(self._around.placement, kind).tier
             self._around.ledger.hold(self.spec.unit, kind, tier, 0, label=self._label + label)
 
-    # -- parameters ----------------------------------------------------------------------------------------------
+    # -- parameters --------------------------------------------------------------------------------
 
     def show_whole(self) -> None:
-        """Point the parameters at their values. By ``.data``: a parameter must not share its version counter with
-        the buffer, or autograd reports a modification at every gather."""
+        """Point the parameters at their values. By ``.data``: a parameter must not share its
+        version counter with the buffer, or autograd reports a modification at every gather."""
         for param, view in zip(self.params, self._whole, strict=True):
             param.data = view
 
@@ -157,10 +163,17 @@ class SegmentState:
         self._placeholders.check(self._names)
         self.buffer.acquire()
         self._around.ledger.hold(
-            self.spec.unit, "whole", self._around.placement.params.tier, self.buffer.nbytes, label=self._label
+            self.spec.unit,
+            "whole",
+            self._around.placement.params.tier,
+            self.buffer.nbytes,
+            label=self._label,
         )
         return self._around.world.gather.all_gather(
-            self.full, self.shard, tag=self.tag, what=f"all-gather of unit {self.spec.unit or 'root'}"
+            self.full,
+            self.shard,
+            tag=self.tag,
+            what=f"all-gather of unit {self.spec.unit or 'root'}",
         )
 
     def release(self) -> None:
@@ -185,7 +198,8 @@ class SegmentState:
 
     @torch.no_grad()
     def assign(self, flat: Tensor) -> None:
-        """Set all values from ``flat`` ``[size]``, the same on every rank; the master copy keeps its full width."""
+        """Set all values from ``flat`` ``[size]``, the same on every rank; the master copy keeps
+        its full width."""
         if not self.sharded or self.buffer.held:
             self.full.copy_(flat)
         if self.sharded:
@@ -200,16 +214,18 @@ class SegmentState:
 
     @property
     def stepped(self) -> Tensor:
-        """The compute-dtype tensor that mirrors ``master``: the shard, or ``full`` where state is replicated."""
+        """The compute-dtype tensor that mirrors ``master``: the shard, or ``full`` where state is
+        replicated."""
         return self.shard if self._around.placement.optim.sharded else self.full
 
-    # -- gradients -----------------------------------------------------------------------------------------------
+    # -- gradients ---------------------------------------------------------------------------------
 
     def _grad_views(self, local: Tensor) -> list[Tensor]:
         return [local[s.offset : s.stop].view(s.spec.shape) for s in self.spec.slots]
 
     def begin_window(self, divisor: float, divide_on_arrival: bool) -> None:
-        """Gradients that arrive from now on are divided by ``divisor``: one by one, or once before the reduction."""
+        """Gradients that arrive from now on are divided by ``divisor``: one by one, or once before
+        the reduction."""
         self._divisor = divisor
         self._divide_on_arrival = divide_on_arrival
 
@@ -232,13 +248,17 @@ class SegmentState:
         self.arrived[slot] = self.touched[slot] = True
 
     def _open_local(self) -> None:
-        """Make ``local`` ready for a new window: take a buffer, or move what it owns out of the way."""
+        """Make ``local`` ready for a new window: take a buffer, or move what it owns out of the
+        way."""
         spec = self.spec
         if self._local is None:
             self._raw = self._around.pool.take(spec.size, self.grad_dtype)
             self._local = self._raw.view(self.grad_dtype)[: spec.size]
             self._views = self._grad_views(self._local)
-            for start, stop in spec.gaps:  # padding is summed and stepped like data, so it must be zero
+            for (
+                start,
+                stop,
+            ) in spec.gaps:  # padding is summed and stepped like data, so it must be zero
                 self._local[start:stop].zero_()
         elif self.has_owned and self._owned is None:
             if self._spare is None:
@@ -311,11 +331,15 @@ class SegmentState:
         return self._local[self.lo : self.hi]
 
     def spread(self) -> Pending:
-        """Where gradients are replicated and stepped by everybody: start to collect the owned slices in ``local``."""
+        """Where gradients are replicated and stepped by everybody: start to collect the owned
+        slices in ``local``."""
         local = self._local
         assert local is not None
         return self._around.world.gather.all_gather(
-            local, self.owned, tag=self.tag, what=f"all-gather of the gradients of unit {self.spec.unit or 'root'}"
+            local,
+            self.owned,
+            tag=self.tag,
+            what=f"all-gather of the gradients of unit {self.spec.unit or 'root'}",
         )
 
     @property
@@ -338,7 +362,11 @@ class SegmentState:
             self._raw, self._local, self._views = None, None, []
 
     def publish(self) -> Pending:
-        """Where parameters are replicated but stepped in slices: start to collect the new values in ``full``."""
+        """Where parameters are replicated but stepped in slices: start to collect the new values in
+        ``full``."""
         return self._around.world.gather.all_gather(
-            self.full, self.shard, tag=self.tag, what=f"all-gather of the new parameters of unit {self.spec.unit or 'root'}"
+            self.full,
+            self.shard,
+            tag=self.tag,
+            what=f"all-gather of the new parameters of unit {self.spec.unit or 'root'}",
         )

@@ -1,8 +1,9 @@
 """Models whose parameters are born sharded: a model that does not fit one rank can still be built.
 
-The model's own constructors run as they are, with real memory and the random numbers they always draw. As soon as a
-repeated block (an element of a ``ModuleList`` or ``Sequential``) is complete, each rank keeps its slice. Initialisation
-that runs later over the finished model finds each block whole again when it touches it, one block at a time.
+The model's own constructors run as they are, with real memory and the random numbers they always
+draw. As soon as a repeated block (an element of a ``ModuleList`` or ``Sequential``) is complete,
+each rank keeps its slice. Initialisation that runs later over the finished model finds each block
+whole again when it touches it, one block at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from zeroexp.zero.registry import register
 class _Part:
     """The parameters of one dtype in a block: a shard, and for a while the whole."""
 
-    def __init__(self, segment: Segment, params: Sequence[nn.Parameter], world: World, tag: int) -> None:
+    def __init__(
+        self, segment: Segment, params: Sequence[nn.Parameter], world: World, tag: int
+    ) -> None:
         self._segment, self._params, self._world, self._tag = segment, list(params), world, tag
         first = params[0]
         lo, hi = segment.bounds(world.gather.index)
@@ -145,7 +148,11 @@ class Session:
         if not unique:
             return
         self._num_units += 1
-        unit = BornUnit(self, {n: named[n] for n in sorted(unique.values(), key=list(named).index)}, self._num_units)
+        unit = BornUnit(
+            self,
+            {n: named[n] for n in sorted(unique.values(), key=list(named).index)},
+            self._num_units,
+        )
         for sub, keys in table.values():
             self._guards.install(sub, dict.fromkeys(keys, unit))
         for param in named.values():
@@ -171,11 +178,12 @@ class Session:
 
 @contextmanager
 def sharded_init(config: Config | Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Parameters of modules built inside are sharded as they are built, if ``config`` shards parameters (stage 3).
+    """Parameters of modules built inside are sharded as they are built, if ``config`` shards
+    parameters (stage 3).
 
-    Every rank must build the same model; rank 0's values count. An engine built on the model afterwards takes the shards
-    over. Nested blocks are one. Peak memory per rank is the rank's share of the model, one block, and what lies outside of
-    repeated blocks.
+    Every rank must build the same model; rank 0's values count. An engine built on the model
+    afterwards takes the shards over. Nested blocks are one. Peak memory per rank is the rank's
+    share of the model, one block, and what lies outside of repeated blocks.
     """
     if not isinstance(config, Config):
         config = Config.from_mapping(config or {})
@@ -186,9 +194,7 @@ def sharded_init(config: Config | Mapping[str, Any] | None = None) -> Iterator[N
     size = config.zero.shard_size if isinstance(config.zero.shard_size, int) else None
     if config.zero.shard_size == "node":
         size = config.trainer.devices
-    session = Session(
-        World.create(Ledger(), shard_size=size, timeout=float(config.launch.timeout))
-    )
+    session = Session(World.create(Ledger(), shard_size=size, timeout=float(config.launch.timeout)))
     handle = register_module_module_registration_hook(session.registered)
     try:
         yield
@@ -201,4 +207,3 @@ def _nested() -> bool:
     """Whether another ``sharded_init`` is open: its hook is registered."""
     hooks = nn.modules.module._global_module_registration_hooks.values()
     return any(isinstance(getattr(h, "__self__", None), Session) for h in hooks)
-

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -19,7 +19,8 @@ from zeroexp.zero.segment import SegmentState, Surroundings
 
 @runtime_checkable
 class FusesPasses(Protocol):
-    """An optimizer that scales gradients as it reads them and writes a low-precision copy as it writes."""
+    """An optimizer that scales gradients as it reads them and writes a low-precision copy as it
+    writes."""
 
     grad_scale: float
     copy_out: dict[Tensor, Tensor]
@@ -34,7 +35,8 @@ def _refuse_closures(optimizer: Optimizer) -> None:
     ]
     if needed:
         raise OptimizerError(
-            f"{type(optimizer).__name__}.step() needs {', '.join(needed)}: it evaluates the model several times per step, "
+            f"{type(optimizer).__name__}.step() needs {', '.join(needed)}: it evaluates the model "
+            "several times per step, "
             "which the engine does not do. Use an optimizer whose step() needs no argument."
         )
 
@@ -42,8 +44,8 @@ def _refuse_closures(optimizer: Optimizer) -> None:
 class Stepper:
     """One optimizer over the segments of its parameter groups.
 
-    ``first_group`` is the number of its first group among all optimizers'. Raises :class:`OptimizerError` when the
-    optimizer looks at whole matrices and the placement cuts them.
+    ``first_group`` is the number of its first group among all optimizers'. Raises
+    :class:`OptimizerError` when the optimizer looks at whole matrices and the placement cuts them.
     """
 
     def __init__(
@@ -58,8 +60,10 @@ class Stepper:
         whole = not is_elementwise(face.optimizer)
         if whole and cut:
             raise OptimizerError(
-                f"{type(face.optimizer).__name__} looks at whole parameters (it gives other results on slices), but this "
-                "ZeRO stage cuts them over the ranks. Use zero.stage=0, or an element-wise optimizer."
+                f"{type(face.optimizer).__name__} looks at whole parameters (it gives other "
+                "results on slices), but this "
+                "ZeRO stage cuts them over the ranks. Use zero.stage=0, or an element-wise "
+                "optimizer."
             )
         self._whole = whole
         self.histories: dict[int, History] = {}
@@ -86,8 +90,9 @@ class Stepper:
         return self.face.optimizer
 
     @torch.no_grad()
-    def step(self, touched: dict[int, Sequence[bool]], scale: float) -> None:
-        """Step what has gradients; they are multiplied by ``scale`` first. ``touched`` is per segment tag and slot."""
+    def step(self, touched: Mapping[int, Sequence[bool]], scale: float) -> None:
+        """Step what has gradients; they are multiplied by ``scale`` first. ``touched`` is per
+        segment tag and slot."""
         around = self._around
         active = [s for s in self.segments if any(touched[s.tag])]
         if not around.placement.optim.sharded:
@@ -112,7 +117,9 @@ class Stepper:
                 groups[segment.spec.group - self._first_group].append(run.tensor)
                 stepped.append((segment, run))
                 if segment.has_master_copy:
-                    copies[run.tensor] = segment.stepped[run.start : run.stop].view(run.tensor.shape)
+                    copies[run.tensor] = segment.stepped[run.start : run.stop].view(
+                        run.tensor.shape
+                    )
         if isinstance(optimizer, FusesPasses):
             optimizer.grad_scale, optimizer.copy_out = scale, copies
         try:
@@ -136,7 +143,9 @@ class Stepper:
     def account(self, segment: SegmentState) -> None:
         """Record the state bytes the optimizer holds for ``segment`` now."""
         nbytes = padding = 0
-        used = [(p.shard_start, p.shard_start + p.numel) for p in segment.spec.pieces(segment.index)]
+        used = [
+            (p.shard_start, p.shard_start + p.numel) for p in segment.spec.pieces(segment.index)
+        ]
         if not self._around.placement.optim.sharded:
             used = [(s.offset, s.stop) for s in segment.spec.slots]
         for run in self.histories[segment.tag].runs:

@@ -31,7 +31,9 @@ class Flow(Enum):
 class UnitState:
     """Gathers, releases and reduces all segments of one unit together."""
 
-    def __init__(self, name: str, module: nn.Module, segments: list[SegmentState], rank: int) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, segments: list[SegmentState], rank: int
+    ) -> None:
         self.name = name
         self.module = module
         self.rank = rank
@@ -79,7 +81,7 @@ class UnitState:
                 f"expected {' or '.join(str(a.value) for a in allowed)}"
             )
 
-    # -- parameters ----------------------------------------------------------------------------------------------
+    # -- parameters --------------------------------------------------------------------------------
 
     def gather(self) -> None:
         """Start to make the parameters whole."""
@@ -98,7 +100,8 @@ class UnitState:
                 pending.wait()
         except CollectiveTimeout as error:
             raise CollectiveTimeout(
-                f"{error} On this rank (rank {self.rank}) it is gather {self._gathers} of this unit."
+                f"{error} On this rank (rank {self.rank}) it is gather {self._gathers} of this "
+                "unit."
             ) from error
         self._pending = []
         for segment in self._sharded:
@@ -114,7 +117,7 @@ class UnitState:
             segment.release()
         self.life = Life.SHARDED
 
-    # -- gradients -----------------------------------------------------------------------------------------------
+    # -- gradients ---------------------------------------------------------------------------------
 
     def begin_backward(self, divisor: float, divide_on_arrival: bool) -> None:
         """A backward begins: count its gradients from zero."""
