@@ -37,6 +37,14 @@ def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
     raise AssertionError(f"no {what} within {seconds} s")
 
 
+def wait_for_rows(run: Path, count: int, seconds: float = 150) -> None:
+    """Wait until ``count`` steps of a real run have been measured."""
+    metrics = run / "metrics.jsonl"
+    wait_until(
+        lambda: metrics.exists() and metrics.read_text().count("\n") >= count, seconds, "steps"
+    )
+
+
 class StubRun:
     """A driver with stub ranks in a process of its own."""
 

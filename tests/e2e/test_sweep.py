@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from processes import HERE, TINY, Command, wait_until
+from processes import HERE, TINY, Command, wait_for_rows, wait_until
 
 from zeroexp.run import procfs
 
@@ -74,7 +74,7 @@ def test_a_sweep_whose_every_job_is_wrong_starts_nothing(train: Command) -> None
 def test_ctrl_c_ends_the_whole_sweep(train: Command) -> None:
     process = train.start(*TINY, "trainer.max_steps=100000", "-m", "zero=stage0,stage3")
     log = wait_until(lambda: train.runs("runs/*/*/*/rank0.log"), 60, "rank0.log")[0]
-    wait_until(lambda: "step 2/" in log.read_text(), 120, "step 2")
+    wait_for_rows(log.parent, 2)
     run_id = json.loads((log.parent / "launch" / "launch.json").read_text())["run_id"]
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from processes import HERE, TINY, Command, wait_until
+from processes import HERE, TINY, Command, wait_for_rows, wait_until
 
 from zeroexp.run import procfs
 
@@ -226,7 +226,7 @@ def test_two_runs_of_one_moment_have_two_directories(train: Command) -> None:
 def test_ctrl_c_ends_a_real_run_with_all_its_processes(train: Command) -> None:
     process = train.start(*TINY, "trainer.devices=2", "trainer.max_steps=100000", "data.workers=1")
     log = wait_until(lambda: train.runs("runs/*/*/rank0.log"), 60, "rank0.log")[0]
-    wait_until(lambda: "step 2/" in log.read_text(), 120, "step 2")
+    wait_for_rows(log.parent, 2)
     run_id = read(log.parent / "launch" / "launch.json")["run_id"]
     assert len(procfs.marked(run_id)) >= 5  # agent, two ranks, their data workers
     process.send_signal(signal.SIGINT)

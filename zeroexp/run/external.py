@@ -41,6 +41,8 @@ def run_external(composed: Composed, argv: Sequence[str], *, quiet: bool = False
     """
     from zeroexp.run.training import train, with_ranks_of_launcher
 
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as for ranks that are started here: model.target is found
     environment = with_ranks_of_launcher()
     rank, world = environment.global_rank(), environment.world_size()
     # A rank that reaches a collective late is no slower than one that reaches the store late.
