@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from pathlib import Path
 
@@ -22,14 +23,17 @@ def library_files(root: Path) -> list[Path]:
     build.
     """
     found = []
-    for path in root.rglob("*.py"):
-        parts = path.relative_to(root).parts
-        if (
-            _LEFT_OUT.isdisjoint(parts)
-            and not path.name.startswith("_sysconfigdata")
-            and path.stat().st_size
-        ):
-            found.append(path)
+    for folder, subfolders, names in os.walk(root):
+        # Not entered at all: site-packages alone may hold ten times as many files.
+        subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT]
+        for name in names:
+            path = Path(folder, name)
+            if (
+                path.suffix == ".py"
+                and not name.startswith("_sysconfigdata")
+                and path.stat().st_size
+            ):
+                found.append(path)
     return sorted(found, key=lambda f: f.relative_to(root).as_posix())
 
 
