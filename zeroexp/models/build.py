@@ -17,7 +17,7 @@ from zeroexp.models.registry import FAMILIES
 def seeded(seed: int) -> Iterator[None]:
     """Draw from generators at ``seed`` inside, and leave torch's as they were."""
     # A context on the GPU is made by whoever chose that device, never by asking here.
-    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    initialized = torch.cuda.is_initialized()
     devices = [torch.cuda.current_device()] if initialized else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
