@@ -27,14 +27,14 @@ from zeroexp.run.directory import RunDirectory
 from zeroexp.run.environment import available_cores
 from zeroexp.run.machine import cpu_hertz
 from zeroexp.run.measure import PeakFlops, cpu_peak, gpu_peak
+from zeroexp.run.measurement import Measurement
 from zeroexp.run.procfs import rss_bytes
 from zeroexp.run.rank import Rank
 from zeroexp.run.resume import checkpoints_in
+from zeroexp.run.saving import StepCheckpoints
 from zeroexp.strategies import ZeroStrategy
 from zeroexp.strategies.data import TokenDataModule
-from zeroexp.strategies.measure import Measurement
 from zeroexp.strategies.module import build_module
-from zeroexp.strategies.saving import StepCheckpoints
 
 
 def train(
