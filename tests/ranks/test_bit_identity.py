@@ -153,7 +153,7 @@ def complete(accumulate: int, clip: float | None, reduce: str) -> list[Row]:
 
 def check(ranks: Any, num_ranks: int, rows: list[Row]) -> dict[str, str]:
     """All rows give the same bits and hold the state of their stage; returns the digest."""
-    results = ranks(num_ranks)(digests, rows, timeout=60 + 4 * len(rows))
+    results = ranks(num_ranks)(digests, rows, timeout=60 + 10 * len(rows))
     whole = [result for result, _ in results[0]]
     assert set(whole[0]) == set(tiny_gpt().state_dict())
     for row, bits in zip(rows, whole, strict=True):

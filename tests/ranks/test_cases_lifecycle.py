@@ -14,10 +14,12 @@ from small import (
     STAGES,
     caught,
     furthest,
+    micro_batches,
     mlp,
     plain_training,
     rank,
     regression,
+    settings,
     sgd_engine,
     weights,
     world,
@@ -25,6 +27,8 @@ from small import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from zeroexp.engine import Engine
 
 
 def part(t: Tensor) -> Tensor:
@@ -212,6 +216,57 @@ def test_ds68_engines_in_one_process_are_independent(ranks, stages, combined):
             module, optimizer, regression(3, 4, 5, 5), lambda a, b, k=factor: k * F.mse_loss(a, b)
         )
         assert furthest(whole, wanted) <= 1e-6
+
+
+class Shuffled(nn.Module):
+    """Blocks in the order they are asked for, some not at all, some twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+        self.blocks[3].double()
+
+    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
+        for index in order:
+            x = torch.tanh(self.blocks[index](x.to(self.blocks[index].weight.dtype)))
+        return x.float()
+
+
+ORDERS = ((0, 1, 2, 3), (3, 1, 0, 2), (2,), (0, 0, 3), (1, 2, 1), (0, 1, 2, 3))
+
+
+def shuffled(stage: int, prefetch: int, reduce: str) -> dict[str, Tensor]:
+    module = Shuffled()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    keys = settings(stage, zero_prefetch=prefetch, zero_reduce=reduce, accumulate=2)
+    engine = Engine(module, optimizer, keys)
+    for step, (x, y) in enumerate(regression(len(ORDERS), 8, 5, 5)):
+        for micro, (a, b) in enumerate(micro_batches((x, y), 2)):
+            order = ORDERS[(step + micro) % len(ORDERS)]
+            engine.backward(F.mse_loss(engine(a, order), b), last=micro == 1)
+        with torch.no_grad():
+            engine(x, ORDERS[-1 - step])
+        engine.step()
+    return engine.state_dict()
+
+
+@pytest.mark.parametrize("reduce", ["each", "last"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_order_of_modules_that_changes(ranks, prefetch, reduce):
+    """Another order, repeated and left out blocks in every micro-batch, one in fp64: as torch."""
+    module = Shuffled()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    for step, batch in enumerate(regression(len(ORDERS), 8, 5, 5)):
+        optimizer.zero_grad()
+        for part_of in range(2):
+            for micro, (a, b) in enumerate(micro_batches(batch, 2, part_of, 2)):
+                order = ORDERS[(step + micro) % len(ORDERS)]
+                (F.mse_loss(module(a, order), b) / 4).backward()
+        optimizer.step()
+    for stage in STAGES:
+        whole = ranks(2)(shuffled, stage, prefetch, reduce)[0]
+        assert furthest(whole, weights(module)) <= 1e-6, f"stage {stage}"
 
 
 # -- dtypes --------------------------------------------------------------------------------------
