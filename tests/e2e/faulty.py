@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 
 class Faulty(pl.LightningModule):
-    """Next-token prediction by one linear layer. ``fault``: none, raise, infinite, exit, frozen,
-    vector, hang.
+    """Next-token prediction by one linear layer. ``fault``: none, raise, infinite, memory, exit,
+    frozen, vector, hang.
     """
 
     def __init__(self, fault: str = "none", rank: int = 1, vocab: int = 64) -> None:
@@ -28,6 +28,8 @@ class Faulty(pl.LightningModule):
         if self.global_rank == self.culprit and batch_idx == 1:
             if self.fault == "raise":
                 raise ValueError("boom")
+            if self.fault == "memory":
+                torch.empty(1 << 50)
             if self.fault == "exit":
                 os._exit(3)
             if self.fault == "hang":

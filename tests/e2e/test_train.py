@@ -134,6 +134,7 @@ def test_the_first_error_leads(train: Command) -> None:
     head = lines.index("first error, on rank 1:")
     assert "Traceback" in lines[head + 1]
     assert not [line for line in lines[:head] if "Error" in line]
+    assert len(lines) - head < 15 and any("frames in" in line for line in lines)
     assert "ValueError: boom" in (run / "rank1.log").read_text()
     assert read(run / "result.json")["steps"] == 1
     assert time.monotonic() - begin < 140
@@ -145,6 +146,13 @@ def test_a_loss_that_is_not_finite_ends_with_status_nan(train: Command) -> None:
     (run,) = train.runs()
     assert read(run / "status.json")["status"] == "nan"
     assert "not finite" in done.stdout or "non-finite" in done.stdout
+
+
+def test_an_allocation_that_fails_ends_with_status_oom(train: Command) -> None:
+    assert external(train, "memory").returncode == 1
+    (run,) = train.runs()
+    status = read(run / "status.json")
+    assert (status["status"], status["failed_rank"]) == ("oom", 1)
 
 
 def test_a_hanging_rank_ends_with_status_timeout(train: Command) -> None:

@@ -30,7 +30,7 @@ class RankFailure:
     exit_code: int | None = None
     kind: str = ""  # the class name of the exception
     message: str = ""
-    traceback: str = ""
+    brief: str = ""  # its traceback without the frames of libraries
     status: str = status.CRASH  # what the rank itself takes its error for
 
     @property
@@ -86,7 +86,7 @@ def collect(directory: RunDirectory) -> list[RankFailure]:
                 exit_code=code if isinstance(code, int) else None,
                 kind=str(error["kind"]),
                 message=str(error["message"]),
-                traceback=str(error["traceback"]),
+                brief=str(error["brief"]),
                 status=str(error["status"]),
             )
         )
@@ -106,10 +106,14 @@ def collect(directory: RunDirectory) -> list[RankFailure]:
 
 def first(failures: Sequence[RankFailure]) -> RankFailure | None:
     """The failure that started it: the earliest that is not a mere consequence, else the earliest
-    of all.
+    of all. Of ranks that say the same (they agreed on it) the first rank speaks.
     """
     causes = [failure for failure in failures if not failure.is_consequence]
-    return min(causes or failures, key=lambda failure: failure.time, default=None)
+    earliest = min(causes or failures, key=lambda failure: failure.time, default=None)
+    if earliest is None or not earliest.kind:
+        return earliest
+    alike = [failure for failure in failures if failure.message == earliest.message]
+    return min(alike, key=lambda failure: failure.rank)
 
 
 def verdict(directory: RunDirectory, *, agent_code: int, oom_kills: int) -> Verdict:

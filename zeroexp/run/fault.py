@@ -8,9 +8,10 @@ import re
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
-from zeroexp.errors import CollectiveTimeout, ConfigError, NonFiniteError
+from zeroexp.errors import CollectiveTimeout, ConfigError, NonFiniteError, ZeroexpError
 from zeroexp.run import status
 from zeroexp.run.atomic import write_json
 from zeroexp.run.directory import RunDirectory
@@ -75,18 +76,60 @@ def _class_of(error: BaseException) -> str:
     return status.CRASH
 
 
+def _library_of(filename: str) -> str | None:
+    """The library a stack frame lies in, None for the user's own code."""
+    parts = Path(filename).parts
+    for packages in ("site-packages", "dist-packages"):
+        if packages in parts[:-1]:
+            return parts[parts.index(packages) + 1].removesuffix(".py")
+    own = Path(__file__).parents[1]  # strategies/ stands beside zeroexp/ in a checkout
+    if Path(filename).is_relative_to(own) or Path(filename).is_relative_to(
+        own.parent / "strategies"
+    ):
+        return "zeroexp"
+    return "Python" if filename.startswith(("<frozen", sys.base_prefix)) else None
+
+
+def brief_traceback(error: BaseException) -> str:
+    """The traceback with the frames of libraries folded, the last frame and the user's own shown.
+
+    An error that zeroexp raises on purpose says all there is to say: its message alone.
+    """
+    if isinstance(error, ZeroexpError):
+        return ""
+    lines = ["Traceback (most recent call last):\n"]
+    frames = traceback.extract_tb(error.__traceback__)
+    folded: list[str] = []
+    for i, frame in enumerate(frames):
+        library = _library_of(frame.filename)
+        if library is not None and i < len(frames) - 1:
+            folded.append(library)
+            continue
+        if folded:
+            names = ", ".join(dict.fromkeys(folded))
+            lines.append(f"  ... {len(folded)} frames in {names}\n")
+            folded = []
+        lines += traceback.format_list([frame])
+    lines += traceback.format_exception_only(error)
+    if error.__cause__ is not None:
+        lines += ["caused by: ", *traceback.format_exception_only(error.__cause__)]
+    return "".join(lines)
+
+
 def record(
     directory: RunDirectory, rank: int, error: BaseException, *, at: float | None = None
 ) -> None:
-    """Write ``errors/rank<rank>.json``: rank, time, kind, message, traceback, status."""
+    """Write ``errors/rank<rank>.json``: rank, time, kind, message, traceback (whole and brief),
+    status.
+    """
     directory.errors.mkdir(exist_ok=True)
-    text = "".join(traceback.format_exception(error))
     value: dict[str, Any] = {
         "rank": rank,
         "time": time.time() if at is None else at,
         "kind": type(error).__name__,
         "message": str(error),
-        "traceback": text,
+        "brief": brief_traceback(error),
+        "traceback": "".join(traceback.format_exception(error)),
         "status": classify(error),
     }
     write_json(directory.error(rank), value)

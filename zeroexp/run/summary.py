@@ -95,9 +95,9 @@ def closing_lines(
     first = verdict.first
     if first is not None and verdict.status == status.CONFIG:
         lines.append(f"zeroexp: {first.message}")
-    elif first is not None and first.traceback:
+    elif first is not None and first.brief:
         lines.append(f"first error, on rank {first.rank}:")
-        lines += [f"  {line}" for line in first.traceback.rstrip().splitlines()]
+        lines += [f"  {line}" for line in first.brief.rstrip().splitlines()]
     lines.append(f"zeroexp: {verdict.status} after {took}: {verdict.reason}")
     if verdict.failed_rank is not None:
         lines.append(f"log of that rank: {shown(directory.log(verdict.failed_rank))}")

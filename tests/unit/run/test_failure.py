@@ -41,13 +41,35 @@ def test_the_rank_that_raised_leads_not_the_one_that_lost_it(directory: RunDirec
     found = verdict(directory, agent_code=1, oom_kills=0)
     assert (found.status, found.failed_rank) == ("crash", 1)
     assert found.reason == "rank 1: ValueError: boom"
-    assert found.first is not None and "ValueError: boom" in found.first.traceback
+    assert found.first is not None and "ValueError: boom" in found.first.brief
 
 
 def test_of_two_own_errors_the_earlier_leads(directory: RunDirectory) -> None:
     fault.record(directory, 0, ValueError("later"), at=11.0)
     fault.record(directory, 3, ValueError("earlier"), at=10.0)
     assert verdict(directory, agent_code=1, oom_kills=0).failed_rank == 3
+
+
+def test_ranks_that_agreed_on_an_error_speak_through_the_first(directory: RunDirectory) -> None:
+    fault.record(directory, 0, NonFiniteError("step 2"), at=10.01)
+    fault.record(directory, 1, NonFiniteError("step 2"), at=10.0)
+    found = verdict(directory, agent_code=1, oom_kills=0)
+    assert (found.status, found.failed_rank) == ("nan", 0)
+
+
+def test_a_brief_traceback_folds_libraries_and_keeps_the_users_frames() -> None:
+    import json
+
+    try:
+        json.loads("{", object_hook=len)
+    except ValueError as error:
+        text = fault.brief_traceback(error)
+    lines = text.splitlines()
+    assert lines[0].startswith("Traceback")
+    assert "test_failure.py" in lines[1] and "json.loads" in lines[2]
+    assert lines[3].strip() == "... 2 frames in Python"  # loads, decode; raw_decode raised it
+    assert "raw_decode" in lines[4] and lines[-1].startswith("json.decoder.JSONDecodeError")
+    assert fault.brief_traceback(NonFiniteError("x")) == ""
 
 
 def test_a_killed_rank_is_named_though_it_could_say_nothing(directory: RunDirectory) -> None:

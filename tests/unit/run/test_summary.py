@@ -84,7 +84,7 @@ def test_plan_page_has_a_line_for_each_rank() -> None:
 
 
 def test_a_failure_shows_the_first_error_whole(tmp_path: Path) -> None:
-    first = RankFailure(1, 0.0, kind="ValueError", message="boom", traceback="Traceback\n  here\n")
+    first = RankFailure(1, 0.0, kind="ValueError", message="boom", brief="Traceback\n  here\n")
     verdict = Verdict("crash", "rank 1: ValueError: boom", 1, first)
     lines = closing_lines(RunDirectory(tmp_path), verdict, {}, 0.0)
     assert lines[:3] == ["first error, on rank 1:", "  Traceback", "    here"]
@@ -93,7 +93,7 @@ def test_a_failure_shows_the_first_error_whole(tmp_path: Path) -> None:
 
 
 def test_a_configuration_fault_found_by_a_rank_reads_like_any_other(tmp_path: Path) -> None:
-    first = RankFailure(0, 0.0, kind="ConfigError", message="1 problem …", traceback="Traceback")
+    first = RankFailure(0, 0.0, kind="ConfigError", message="1 problem …", brief="Traceback")
     verdict = Verdict("config", "rank 0: ConfigError: 1 problem …", 0, first)
     lines = closing_lines(RunDirectory(tmp_path), verdict, {}, 0.0)
     assert lines[0] == "zeroexp: 1 problem …"
