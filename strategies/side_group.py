@@ -9,7 +9,7 @@ would touch the compute stream.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -151,7 +151,7 @@ class SideGroup:
             (self._group if tensor.device.type == "cpu" else dist.group.WORLD) if world else group
         )
         with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
-            parts = self._run("a gather", lambda: all_gather(tensor.contiguous(), over))  # type: ignore[no-untyped-call]
+            parts = self._run("a gather", lambda: all_gather(tensor.contiguous(), over))
         return torch.stack(list(parts))
 
     def agree(self, decision: bool, every: bool) -> bool:
@@ -160,6 +160,13 @@ class SideGroup:
             return decision
         votes = self.reduce(torch.tensor(int(decision)), op="sum")
         return bool(votes == self.size) if every else bool(votes > 0)
+
+    def extremes(self, numbers: Sequence[float]) -> tuple[list[float], list[float]]:
+        """The smallest and the largest of each number over all ranks (infinities included)."""
+        mine = torch.tensor([*numbers, *(-n for n in numbers)], dtype=torch.float64)
+        both = self.reduce(mine, op="min").tolist()
+        count = len(numbers)
+        return both[:count], [-n for n in both[count:]]
 
     def start_sum(self, number: int) -> PendingSum:
         """Begin to sum ``number`` over all ranks; the result is asked for later."""

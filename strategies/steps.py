@@ -1,11 +1,14 @@
-"""The steps of a run: user code in the engine's scope, and a look at SIGTERM between batches."""
+"""The steps of a run: user code in the engine's scope, and what ranks agree on between batches."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from zeroexp.config import Config
+from zeroexp.errors import ModelError
 from zeroexp.strategies.compat import Namespace
 from zeroexp.strategies.faults import Sigterm
 from zeroexp.strategies.optimization import Optimization
@@ -19,6 +22,7 @@ class Steps:
     lightning_module: Any
     precision_plugin: Any
     side: Any
+    config: Config
     follow_optimizers: Any
     _sigterm: Sigterm
 
@@ -48,23 +52,58 @@ class Steps:
         with self._around(self.precision_plugin.predict_step_context()):
             return self.lightning_module.predict_step(*args, **kwargs)
 
+    def evaluate_under_no_grad(self, trainer: Any) -> None:
+        """Never ``torch.inference_mode``: what is gathered in it could not be used in training."""
+        inside_fit = trainer.fit_loop.epoch_loop.val_loop
+        for loop in (inside_fit, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
+
     def block_backward_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside are accumulating micro-batches."""
         return self.optimization.blocked()
 
-    # ------------------------------------------------------------------ SIGTERM
+    # ------------------------------------------------------------------ begin of a stage
     def on_train_start(self) -> None:
         self._sigterm.install()
+        self._same_number_of_batches()
 
     def on_validation_start(self) -> None:
-        self._sigterm.install()
+        self._evaluation_starts("num_val_batches")
 
     def on_test_start(self) -> None:
-        self._sigterm.install()
+        self._evaluation_starts("num_test_batches")
 
     def on_predict_start(self) -> None:
-        self._sigterm.install()
+        self._evaluation_starts("num_predict_batches")
 
+    def _same_number_of_batches(self) -> None:
+        """Train as many batches as the rank with the fewest has: a batch needs every rank."""
+        loop = self.lightning_module.trainer.fit_loop
+        fewest = self.side.extremes([loop.max_batches])[0][0]
+        if loop.max_batches > fewest:
+            warnings.warn(
+                f"this rank has {loop.max_batches} training batches in an epoch and another one"
+                f" {fewest:g}: every rank stops after {fewest:g}",
+                stacklevel=2,
+            )
+            loop.max_batches = int(fewest)
+
+    def _evaluation_starts(self, batches: str) -> None:
+        self._sigterm.install()
+        trainer = self.lightning_module.trainer
+        mine = list(getattr(trainer, batches))
+        if trainer.sanity_checking:
+            mine = list(trainer.num_sanity_val_batches)
+        fewest, most = self.side.extremes(mine)
+        if self.config.zero.stage == 3 and fewest != most:
+            raise ModelError(
+                f"the ranks have different numbers of batches to evaluate: {fewest} at least,"
+                f" {most}"
+                " at most (by dataloader). At stage 3 every batch needs every rank: give each rank"
+                " as many, as Lightning's distributed sampler does."
+            )
+
+    # ------------------------------------------------------------------ between batches
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._sigterm.stop_if_agreed(self.side)
         self.follow_optimizers()

@@ -24,6 +24,7 @@ from zeroexp.config import Config
 from zeroexp.errors import ModelError, OptimizerError
 from zeroexp.strategies import callbacks, schedulers
 from zeroexp.strategies.compat import Namespace, namespace
+from zeroexp.strategies.devices import move
 from zeroexp.strategies.faults import Meeting, Sigterm
 from zeroexp.strategies.optimization import Optimization, ZeroGrad, refuse_closures, refuse_compiled
 from zeroexp.strategies.options import build_config
@@ -219,7 +220,7 @@ class ZeroBehaviour(Ranks, Steps, State):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == self.ns.TrainerFn.FITTING
         callbacks.refuse_unsupported(trainer, self.ns)
-        _no_inference_mode(trainer)
+        self.evaluate_under_no_grad(trainer)
         self._leave(gather=True)  # a run that ended without teardown
         plugin = self.precision_plugin
         self.config = self.config_here(plugin.config)
@@ -286,7 +287,7 @@ class ZeroBehaviour(Ranks, Steps, State):
         return gathered(self.lightning_module, modify_rank=modify_rank)
 
     def model_to_device(self) -> None:
-        self.model.to(self.root_device)
+        move(self.model, self.root_device, self.config.zero.stage < 3)
 
     def setup_optimizers(self, trainer: Any) -> None:
         self._reset_optimizers_and_schedulers()  # type: ignore[attr-defined]
@@ -369,13 +370,6 @@ class ZeroBehaviour(Ranks, Steps, State):
         engine.close()
         if engine.optimizers:
             self.optimization.left = engine
-
-
-def _no_inference_mode(trainer: Any) -> None:
-    # Buffers gathered under torch.inference_mode could not be used in a later training step.
-    fit = trainer.fit_loop.epoch_loop.val_loop
-    for loop in (fit, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-        loop.inference_mode = False
 
 
 def _blank(name: str) -> Any:

@@ -365,3 +365,71 @@ def test_summaries_show_the_whole_model(ranks: Any) -> None:
     """Parameters of sharded units are placeholders of the right shape while the summary is made."""
     total = 3 * (WIDTH * WIDTH + WIDTH) + WIDTH * 3 + 3 + 3
     assert ranks(2)(summary) == [(total, total, "[2, 3]")] * 2
+
+
+# --------------------------------------------------------------------------------- uneven data
+
+
+class Rows:
+    """A loader of one rank's own: ``counts[rank]`` batches."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self.count = counts[dist.get_rank()]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Any:
+        return iter(torch.ones(self.count, 2, WIDTH))
+
+
+def uneven(stage: int) -> tuple[int, int, list[str]]:
+    net = Watcher()
+    run = trainer(zero(stage=stage, timeout=20), max_epochs=2, use_distributed_sampler=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.fit(net, Rows([5, 4]))
+    said = [str(w.message) for w in caught if "training batches" in str(w.message)]
+    return run.global_step, net.order.count("step"), said
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_every_rank_stops_with_the_one_that_has_fewest_batches(ranks: Any, stage: int) -> None:
+    (steps, count, said), (other, _, nothing) = ranks(2)(uneven, stage)
+    assert steps == other == count == 8  # 4 in each of two epochs
+    assert "5 training batches in an epoch and another one 4" in said[0]
+    assert nothing == []
+
+
+def uneven_evaluation(stage: int, what: str) -> int:
+    run = trainer(zero(stage=stage, timeout=20), use_distributed_sampler=False)
+    if what == "fit":
+        run.fit(Net(), Rows([2, 2]), Rows([3, 2]))
+    else:
+        getattr(run, what)(Net(), Rows([3, 2]))
+    return dist.get_rank()
+
+
+@pytest.mark.parametrize("what", ["fit", "validate", "test", "predict"])
+def test_uneven_evaluation_is_an_error_where_it_would_hang(ranks: Any, what: str) -> None:
+    said = r"different numbers of batches to evaluate: \[2\.0\] at least, \[3\.0\] at most"
+    with pytest.raises(Exception, match=said):
+        ranks(2)(uneven_evaluation, 3, what)
+
+
+def stops_early(stage: int) -> int:
+    from lightning.pytorch.callbacks import EarlyStopping
+
+    class Local(Net):
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            own = 1.0 - self.trainer.current_epoch if self.global_rank == 0 else 1.0
+            self.log("own", own, sync_dist=False)
+
+    run = trainer(zero(stage=stage), max_epochs=6, callbacks=[EarlyStopping("own", patience=1)])
+    run.fit(Local(), loader(1), loader(1))
+    return int(run.current_epoch)
+
+
+def test_early_stopping_on_a_ranks_own_metric_stops_every_rank(ranks: Any) -> None:
+    """Rank 1 sees no progress, rank 0 does; they stop in the same epoch."""
+    assert ranks(2)(stops_early, 3) == [2, 2]

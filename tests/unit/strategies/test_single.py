@@ -1,5 +1,4 @@
-"""One process, no process group: the strategy under a Trainer, and everything it refuses by
-name."""
+"""One process, no process group: the strategy under a Trainer."""
 
 from __future__ import annotations
 
@@ -7,73 +6,19 @@ import copy
 import os
 import pickle
 import signal
-import sys
-import types
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
+from single_lab import Net, ZeroStrategy, data, trainer, weights
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from zeroexp.errors import ConfigError, ModelError, OptimizerError, ZeroexpError
-from zeroexp.strategies import strategy_class
+from zeroexp.errors import ZeroexpError
 from zeroexp.strategies.faults import EXIT_SIGTERM, Meeting
 
-ZeroStrategy = strategy_class("lightning.pytorch")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-class Net(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.seen: list[Any] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self(batch).pow(2).mean()
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self(batch).pow(2).mean()
-        self.seen.append((torch.is_inference_mode_enabled(), loss.is_inference()))
-        return loss
-
-    test_step = validation_step
-    predict_step = validation_step
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-def data(rows: int = 6) -> DataLoader[Any]:
-    values = torch.randn(rows, 4, generator=torch.Generator().manual_seed(1))
-    return DataLoader(values, batch_size=2)  # type: ignore[arg-type]
-
-
-def trainer(strategy: Any, **kwargs: Any) -> Any:
-    quiet: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 1,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
-    return pl.Trainer(strategy=strategy, **{**quiet, **kwargs})
-
-
-def weights(net: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in net.parameters()]
 
 
 # --------------------------------------------------------------------------------- it trains
@@ -169,128 +114,6 @@ def test_strategy_and_precision_survive_a_pickle() -> None:
     assert twin.precision_plugin.precision == "bf16-mixed"
 
 
-# --------------------------------------------------------------------------------- refused by name
-
-
-def test_a_compiled_module_is_refused_with_the_way_to_do_it() -> None:
-    compiled = torch.compile(Net(), backend="eager")
-    with pytest.raises(ModelError, match=r"block\.forward = torch\.compile\(block\.forward\)"):
-        trainer(ZeroStrategy(1)).fit(compiled, data())
-
-
-def test_pruning_is_refused() -> None:
-    from lightning.pytorch.callbacks import ModelPruning
-
-    pruning = ModelPruning("l1_unstructured", amount=0.5)
-    with pytest.raises(ModelError, match="ModelPruning replaces parameters"):
-        trainer(ZeroStrategy(1), callbacks=[pruning]).fit(Net(), data())
-
-
-def test_a_fit_without_an_optimizer_is_refused() -> None:
-    class Bare(Net):
-        def configure_optimizers(self) -> None:
-            return None
-
-    with pytest.raises(OptimizerError, match="returned None"):
-        trainer(ZeroStrategy(1)).fit(Bare(), data())
-
-
-def test_lbfgs_is_refused() -> None:
-    class Quasi(Net):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.LBFGS(self.parameters())
-
-    with pytest.raises((OptimizerError, ModelError), match="LBFGS"):
-        trainer(ZeroStrategy(0)).fit(Quasi(), data())
-
-
-def test_step_arguments_are_refused() -> None:
-    class Extra(Net):
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
-            optimizer.step(closure=closure, scale=2.0)
-
-    with pytest.raises(OptimizerError, match="takes no scale"):
-        trainer(ZeroStrategy(1)).fit(Extra(), data())
-
-
-@pytest.mark.parametrize(
-    ("precision", "word"),
-    [("16-true", "16-mixed"), ("transformer-engine", "bf16-mixed")],
-)
-def test_other_precisions_are_refused(
-    precision: str, word: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        if precision == "16-true":
-            trainer(ZeroStrategy(1), precision=precision)
-        else:  # the real plugin needs a package that only exists for CUDA
-            plugin = pl.plugins.Precision()
-            plugin.precision = precision
-            ZeroStrategy(1).precision_plugin = plugin
-    [problem] = caught.value.problems
-    assert precision in problem.problem
-    assert word in problem.fix
-
-
-def test_precision_is_said_in_one_place() -> None:
-    config = {"precision": {"compute": "bf16"}}
-    with pytest.raises(ConfigError, match="in the strategy's config"):
-        trainer(ZeroStrategy(config=config), precision="64-true")
-    assert trainer(ZeroStrategy(config=config)).precision == "bf16-mixed"
-    assert trainer(ZeroStrategy(config=config), precision="bf16-mixed").precision == "bf16-mixed"
-
-
-def test_a_scaler_of_ones_own_is_refused() -> None:
-    scaler = torch.amp.GradScaler(device="cpu", init_scale=8.0)
-    plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)
-    with pytest.raises(ConfigError, match="GradScaler"):
-        trainer(ZeroStrategy(1), plugins=[plugin])
-    usual = pl.plugins.MixedPrecision("16-mixed", "cpu")
-    assert trainer(ZeroStrategy(1), plugins=[usual]).precision == "16-mixed"
-
-
-def test_unknown_start_methods_are_refused() -> None:
-    with pytest.raises(ConfigError, match="popen, spawn"):
-        ZeroStrategy(1, start_method="thread")
-
-
-def test_a_sweep_that_would_start_itself_again_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Lightning's script launcher runs sys.argv again: under hydra -m that is the whole sweep."""
-
-    class HydraConfig:
-        @staticmethod
-        def initialized() -> bool:
-            return True
-
-        @staticmethod
-        def get() -> Any:
-            return types.SimpleNamespace(mode="RunMode.MULTIRUN")
-
-    fake = types.SimpleNamespace(HydraConfig=HydraConfig)
-    monkeypatch.setitem(sys.modules, "hydra.core.hydra_config", fake)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)  # stock strategies leave it behind
-    with pytest.raises(ConfigError, match="start_method='spawn'"):
-        trainer(ZeroStrategy(1), devices=2)
-    trainer(ZeroStrategy(1), devices=1)
-    trainer(ZeroStrategy(1, start_method="spawn"), devices=2)
-
-
-def test_a_group_of_another_run_is_refused() -> None:
-    import torch.distributed as dist
-
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        strategy = ZeroStrategy(1)
-        trainer(strategy, devices=2)
-        with pytest.raises(ZeroexpError, match="process group of 1 ranks exists"):
-            strategy.start_process_group()
-    finally:
-        dist.destroy_process_group()
-
-
 # --------------------------------------------------------------------------------- SIGTERM alone
 
 
@@ -378,3 +201,46 @@ def test_early_stopping_and_accumulation_scheduling_work() -> None:
     run.fit(Logs(), data(), data())
     assert run.current_epoch == 2
     assert run.global_step == 3 + 1
+
+
+# --------------------------------------------------------------------------------- devices, nodes
+
+
+def test_at_stage_3_parameters_are_the_engines_to_move() -> None:
+    """All of them may not fit the device at once; buffers and metrics have nobody else to move
+    them."""
+    import torchmetrics
+
+    from zeroexp.strategies.devices import move
+
+    def parts() -> nn.Module:
+        made = nn.ModuleDict({"norm": nn.BatchNorm1d(2), "metric": torchmetrics.MeanMetric()})
+        return nn.ModuleDict({"inner": made})
+
+    there = torch.device("meta")
+    whole, rest = parts(), parts()
+    move(whole, there, parameters=True)
+    move(rest, there, parameters=False)
+    for module, parameters in ((whole, "meta"), (rest, "cpu")):
+        inner = module["inner"]  # type: ignore[index]
+        assert inner["norm"].weight.device.type == parameters
+        assert inner["norm"].running_mean.device.type == "meta"
+        assert inner["metric"].mean_value.device.type == "meta"
+
+
+def test_ranks_are_counted_over_nodes() -> None:
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    environment = LightningEnvironment()
+    environment.set_world_size(6)
+    environment.node_rank = lambda: 1  # type: ignore[method-assign]
+    environment.local_rank = lambda: 2  # type: ignore[method-assign]
+    cpu = [torch.device("cpu")] * 3
+    strategy = ZeroStrategy(1, cluster_environment=environment, parallel_devices=cpu)
+    strategy.num_nodes = 2
+    strategy.set_world_ranks()
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 6, "rank": 5}
+    assert (strategy.world_size, strategy.global_rank, strategy.is_global_zero) == (6, 5, False)
+    assert strategy.config_here(strategy.asked).data_ranks == 6
+    strategy.cluster_environment = LightningEnvironment()
+    strategy.set_world_ranks()  # leaves Lightning's idea of the rank as it was
