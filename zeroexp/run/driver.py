@@ -4,11 +4,12 @@ this process.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -79,7 +80,7 @@ def prepare(
     config = check(composed)
     resume_from = resume.find(config)
     plan = forecast(config)
-    threads = threads_per_rank(config.launch.threads_per_rank, config.trainer.devices, _environ())
+    threads = threads_per_rank(config.launch.threads_per_rank, config.trainer.devices, os.environ)
     made = directory or RunDirectory.create(
         Path(config.paths.runs), config.name, tag_of(config, composed.overrides)
     )
@@ -96,12 +97,6 @@ def prepare(
     start.describing = threading.Thread(target=_describe, args=(start,), daemon=True)
     start.describing.start()
     return start
-
-
-def _environ() -> Mapping[str, str]:
-    import os
-
-    return os.environ
 
 
 def _describe(start: Start) -> None:
@@ -132,7 +127,7 @@ def run(
     else:
         with Interrupt() as interrupt:
             verdict = _carry_out(start, out, interrupt, quiet)
-    return _finish(start, verdict, interrupt, began, out)
+    return _finish(start, verdict, interrupt, began, out, quiet)
 
 
 def _carry_out(start: Start, out: IO[str], interrupt: Interrupt, quiet: bool) -> Verdict:
@@ -156,7 +151,7 @@ def _carry_out(start: Start, out: IO[str], interrupt: Interrupt, quiet: bool) ->
 
 
 def _finish(
-    start: Start, verdict: Verdict, interrupt: Interrupt, began: float, out: IO[str]
+    start: Start, verdict: Verdict, interrupt: Interrupt, began: float, out: IO[str], quiet: bool
 ) -> Outcome:
     if start.describing is not None:
         start.describing.join()
@@ -164,7 +159,8 @@ def _finish(
     ranks = start.config.data_ranks
     written = result.write(start.directory, config_digest=start.digest, status=final, ranks=ranks)
     final.write(start.directory)
-    _say(out, closing_lines(start.directory, verdict, written, began))
+    if not (quiet and final.status == status.OK):
+        _say(out, closing_lines(start.directory, verdict, written, began))
     code = interrupt.exit_code if final.status == status.INTERRUPTED else final.exit_code
     return Outcome(final, start.directory, written, code)
 
@@ -172,8 +168,3 @@ def _finish(
 def _say(out: IO[str], lines: Sequence[str]) -> None:
     out.write("".join(line + "\n" for line in lines))
     out.flush()
-
-
-def retitled(composed: Composed, **changes: Any) -> Composed:
-    """``composed`` with other top-level fields of its configuration (name, tag)."""
-    return replace(composed, config=replace(composed.config, **changes))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from zeroexp.config import Composed, Config, compose, parse_multirun
-from zeroexp.errors import ConfigError
+from zeroexp.errors import ConfigError, Problem
 from zeroexp.report import write_report
 from zeroexp.report.row import Row, differing, row_of
 from zeroexp.run import driver, status
@@ -24,6 +24,9 @@ from zeroexp.run.directory import RunDirectory, make_exclusive, safe_name
 from zeroexp.run.launch import Interrupt
 
 SWEEP_FILE = "sweep.json"
+
+
+_EXTERNAL = "external: a sweep starts the ranks of every run itself."
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ def plan_jobs(argv: Sequence[str]) -> list[SweepJob]:
         try:
             composed, problem = compose(words), None
             driver.check(composed)
+            if composed.config.launch.kind == "external":
+                raise ConfigError([Problem("launch.kind", _EXTERNAL, "Leave launch out.")])
         except ConfigError as error:
             composed, problem = None, error
         jobs.append(SweepJob(index, words, difference, composed, problem))

@@ -15,12 +15,15 @@ import yaml
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from zeroexp.config import Config
 from zeroexp.config.hardware import cpu_flags
+from zeroexp.data.plan import num_sequences
+from zeroexp.data.sources.registry import open_source
 from zeroexp.errors import ConfigError, Problem
 from zeroexp.models.specs import FLOPS_FORMULA, flops_per_token, is_built_in
 from zeroexp.run.directory import RunDirectory
@@ -61,11 +64,17 @@ def train(
                 rank.directory, config.checkpoint.every, config.checkpoint.keep, measurement.clock
             )
         )
-    trainer = _trainer(config, rank.directory, callbacks, environment or TorchElasticEnvironment())
     module = build_module(config)
-    trainer.fit(
-        module, TokenDataModule(config), ckpt_path=None if checkpoint is None else str(checkpoint)
+    # A LightningModule that brings its own loaders reads its own data, dealt out by Lightning.
+    own_data = is_overridden("train_dataloader", module, LightningModule)
+    trainer = _trainer(
+        config, rank.directory, callbacks, environment or TorchElasticEnvironment(), own_data
     )
+    if own_data:
+        measurement.figures.global_batch = None  # known to its loaders only
+        print("data: the loaders of the model's own LightningModule", flush=True)
+    data = None if own_data else TokenDataModule(config)
+    trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if checkpoint else None)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -103,9 +112,13 @@ def _trainer(
     directory: RunDirectory,
     callbacks: list[Callback],
     environment: ClusterEnvironment,
+    own_data: bool,
 ) -> Trainer:
     asked = config.trainer
-    validate = asked.val_batches > 0 and config.data.val_fraction > 0
+    # Our loaders count validation batches themselves, so that they do not depend on the ranks.
+    limit: int | float = asked.val_batches if own_data else 1.0
+    if not asked.val_batches or not (own_data or config.data.val_fraction):
+        limit = 0
     return Trainer(
         accelerator=asked.accelerator,
         devices=asked.devices,
@@ -116,11 +129,11 @@ def _trainer(
         max_epochs=asked.max_epochs if asked.max_epochs is not None else -1,
         accumulate_grad_batches=asked.accumulate_grad_batches,
         gradient_clip_val=asked.gradient_clip_val or None,
-        # The loaders deal out the data themselves.
-        use_distributed_sampler=False,
-        limit_val_batches=1.0 if validate else 0,
+        # Our loaders deal out the data themselves.
+        use_distributed_sampler=own_data,
+        limit_val_batches=limit,
         num_sanity_val_steps=0,
-        **_validation_times(config),
+        **_validation_times(config, own_data),
         log_every_n_steps=asked.log_every,
         logger=_loggers(config, directory) or False,
         callbacks=callbacks,
@@ -132,14 +145,25 @@ def _trainer(
     )
 
 
-def _validation_times(config: Config) -> dict[str, Any]:
+def _validation_times(config: Config, own_data: bool) -> dict[str, Any]:
     """When Lightning validates, in its words: it counts micro-batches, over all epochs."""
     asked = config.trainer
-    steps = asked.val_every if asked.val_every is not None else asked.max_steps
-    if steps > 0:
+    steps = asked.val_every or _last_step(config, own_data)
+    if steps is not None:
         batches = steps * asked.accumulate_grad_batches
         return {"val_check_interval": batches, "check_val_every_n_epoch": None}
-    return {"check_val_every_n_epoch": asked.max_epochs or 1}
+    return {"check_val_every_n_epoch": asked.max_epochs}
+
+
+def _last_step(config: Config, own_data: bool) -> int | None:
+    """The optimizer step with which the run ends: by steps or by epochs, whichever comes first."""
+    ends = [config.trainer.max_steps] if config.trainer.max_steps > 0 else []
+    if config.trainer.max_epochs is not None:
+        if own_data:
+            return ends[0] if ends else None
+        sequences = num_sequences(open_source(config).num_tokens("train"), config.data.seq_len)
+        ends.append(config.trainer.max_epochs * (sequences // config.batch_size))
+    return min(ends)
 
 
 def _loggers(config: Config, directory: RunDirectory) -> list[Logger]:
