@@ -8,6 +8,7 @@ an error; ``zero_`` and ``fill_`` pass silently, so the NaN is looked at before 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -35,7 +36,7 @@ class Placeholders:
 
         Only on the CPU: looking at the value would stall an accelerator at every gather.
         """
-        if self._nan.device.type == "cpu" and not bool(torch.isnan(self._nan)):
+        if self._nan.device.type == "cpu" and not math.isnan(self._nan.item()):
             raise ModelError(
                 "a parameter of this list was written while its values are sharded, so the write "
                 "is lost: "

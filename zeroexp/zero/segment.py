@@ -62,6 +62,7 @@ class SegmentState:
         """Whether a gradient arrived since the last step, per slot."""
         self.arrived = [False] * len(params)
         """Whether a gradient waits in ``local``, per slot."""
+        self.num_arrived = 0
         self._divide_on_arrival = True
         self._divisor = 1.0
         self._raw: Tensor | None = None
@@ -231,7 +232,7 @@ class SegmentState:
 
     def accept(self, slot: int, grad: Tensor) -> None:
         """Add a gradient that autograd produced to ``local``."""
-        if self._local is None or not self.pending_window:
+        if not self.num_arrived:
             self._open_local()
         view = self._views[slot]
         if grad.is_sparse:
@@ -239,13 +240,15 @@ class SegmentState:
         divisor = self._divisor if self._divide_on_arrival else 1.0
         if self.arrived[slot]:
             view.add_(grad.to(view.dtype) / divisor if divisor != 1.0 else grad)
-        elif divisor != 1.0 and grad.dtype == view.dtype:
+            return
+        if divisor != 1.0 and grad.dtype == view.dtype:
             torch.div(grad, divisor, out=view)
         else:
             view.copy_(grad)
             if divisor != 1.0:
                 view.div_(divisor)
         self.arrived[slot] = self.touched[slot] = True
+        self.num_arrived += 1
 
     def _open_local(self) -> None:
         """Make ``local`` ready for a new window: take a buffer, or move what it owns out of the
@@ -255,10 +258,7 @@ class SegmentState:
             self._raw = self._around.pool.take(spec.size, self.grad_dtype)
             self._local = self._raw.view(self.grad_dtype)[: spec.size]
             self._views = self._grad_views(self._local)
-            for (
-                start,
-                stop,
-            ) in spec.gaps:  # padding is summed and stepped like data, so it must be zero
+            for start, stop in spec.gaps:  # padding is summed and stepped like data: zero it
                 self._local[start:stop].zero_()
         elif self.has_owned and self._owned is None:
             if self._spare is None:
@@ -267,10 +267,14 @@ class SegmentState:
             self._spare.copy_(self._local[self.lo : self.hi])
             self._owned = self._spare
 
+    def _nothing_waits(self) -> None:
+        self.arrived = [False] * len(self.arrived)
+        self.num_arrived = 0
+
     @property
     def pending_window(self) -> bool:
         """Whether gradients wait in ``local`` for their reduction."""
-        return any(self.arrived)
+        return self.num_arrived > 0
 
     def reduce(self) -> Callable[[], None]:
         """Start the reduction of ``local`` to its owners; the returned function ends it.
@@ -282,9 +286,10 @@ class SegmentState:
             self._open_local()
         local = self._local
         assert local is not None
-        for view, arrived in zip(self._views, self.arrived, strict=True):
-            if not arrived:
-                view.zero_()
+        if self.num_arrived < len(self.arrived):
+            for view, arrived in zip(self._views, self.arrived, strict=True):
+                if not arrived:
+                    view.zero_()
         if self._divisor != 1.0 and not self._divide_on_arrival:
             local.div_(self._divisor)
         out = self._owned if self._owned is not None else local[self.lo : self.hi]
@@ -315,7 +320,7 @@ class SegmentState:
                 if rest:
                     flying.append(launch(rest.pop(0)))
             self.has_owned = True
-            self.arrived = [False] * len(self.arrived)
+            self._nothing_waits()
             if self._raw is not None:
                 around.pool.give(self._raw)
                 self._raw, self._local, self._views = None, None, []
@@ -354,7 +359,7 @@ class SegmentState:
         """Forget all gradients: after a step, a skip, or ``zero_grad``."""
         self.has_owned = False
         self.touched = [False] * len(self.touched)
-        self.arrived = [False] * len(self.arrived)
+        self._nothing_waits()
         if self._spare is not None:
             self._owned = None
         if self._raw is not None:

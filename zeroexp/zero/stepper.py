@@ -67,6 +67,7 @@ class Stepper:
             )
         self._whole = whole
         self.histories: dict[int, History] = {}
+        self._accounted: dict[int, list[int]] = {}
         self.adopt(segments)
 
     def adopt(self, segments: Sequence[SegmentState]) -> None:
@@ -135,10 +136,11 @@ class Stepper:
         if not around.placement.params.sharded and around.placement.optim.sharded:
             for pending in [s.publish() for s in active]:
                 pending.wait()
+        # A graph made before this step must not be used after it; ``.data`` hides the change.
+        torch.autograd.graph.increment_version([p for s in active for p in s.params])
         for segment in active:
-            for param in segment.params:
-                torch.autograd.graph.increment_version(param)
-            self.account(segment)
+            if self._entries_of(segment) != self._accounted.get(segment.tag):
+                self.account(segment)
 
     def account(self, segment: SegmentState) -> None:
         """Record the state bytes the optimizer holds for ``segment`` now."""
@@ -155,6 +157,12 @@ class Stepper:
                     nbytes += value.nbytes
                     padding += (run.stop - run.start - mine) * value.element_size()
         segment.hold_optimizer_bytes(nbytes, padding)
+        self._accounted[segment.tag] = self._entries_of(segment)
+
+    def _entries_of(self, segment: SegmentState) -> list[int]:
+        """State entries of each run: what the bytes can change with."""
+        state = self.face.state
+        return [len(state.get(r.tensor, ())) for r in self.histories[segment.tag].runs]
 
     def entries(self, segment: SegmentState) -> list[tuple[Run, dict[str, Any]]]:
         """Runs of ``segment`` with their optimizer state."""
