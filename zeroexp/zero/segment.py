@@ -66,6 +66,7 @@ class SegmentState:
         self._divide_on_arrival = True
         self._divisor = 1.0
         self._raw: Tensor | None = None
+        self._known: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._local: Tensor | None = None
         self._views: list[Tensor] = []
         self._owned: Tensor | None = None
@@ -256,8 +257,11 @@ class SegmentState:
         spec = self.spec
         if self._local is None:
             self._raw = self._around.pool.take(spec.size, self.grad_dtype)
-            self._local = self._raw.view(self.grad_dtype)[: spec.size]
-            self._views = self._grad_views(self._local)
+            known = self._known.get(self._raw.data_ptr())
+            if known is None:  # the pool gives the same few buffers again and again
+                local = self._raw.view(self.grad_dtype)[: spec.size]
+                known = self._known[self._raw.data_ptr()] = (local, self._grad_views(local))
+            self._local, self._views = known
             for start, stop in spec.gaps:  # padding is summed and stepped like data: zero it
                 self._local[start:stop].zero_()
         elif self.has_owned and self._owned is None:
