@@ -103,16 +103,20 @@ def speed_up(
 
 
 def kernel(timings: Timings | None) -> list[Verdict]:
-    """The kernel on the memory that a shard lies in, against its limit and torch's."""
+    """The kernel on the memory that a shard lies in (huge pages), against its limit and torch's."""
     verdicts = []
     flat = next((name for name in timings.cases if name.startswith("flat")), "") if timings else ""
     flat = flat.partition(",")[0] or "flat"
     for threads in ("1 thread", "2 threads"):
         verdicts += [
-            speed_up(timings, f"{flat}, {threads}", "zeroexp", "floor", 0.9),
-            speed_up(timings, f"GPT shapes, {threads}", "zeroexp", "torch fused", 1.25),
+            speed_up(timings, f"{flat}, {threads}", "zeroexp huge", "floor huge", 0.9),
+            speed_up(timings, f"GPT shapes, {threads}", "zeroexp huge", "torch fused", 1.25),
             speed_up(
-                timings, f"{flat}, {threads}", "zeroexp + bf16 copy", "torch fused + copy_", 1.2
+                timings,
+                f"{flat}, {threads}",
+                "zeroexp huge + bf16 copy",
+                "torch fused + copy_",
+                1.2,
             ),
         ]
     return verdicts
