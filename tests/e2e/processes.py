@@ -79,7 +79,7 @@ class StubRun:
             except (OSError, ValueError):
                 return None
 
-        return str(wait_until(read, 30, "launch.json"))
+        return str(wait_until(read, 120, "launch.json"))
 
     def pid_of_rank(self, rank: int) -> int:
         def find() -> int | None:
@@ -88,11 +88,11 @@ class StubRun:
                     return pid
             return None
 
-        return int(wait_until(find, 60, f"rank {rank}"))
+        return int(wait_until(find, 120, f"rank {rank}"))
 
     def wait_for_step(self, step: int) -> None:
         log = self.directory / "rank0.log"
-        wait_until(lambda: log.exists() and f"step {step}/" in log.read_text(), 60, f"step {step}")
+        wait_until(lambda: log.exists() and f"step {step}/" in log.read_text(), 120, f"step {step}")
 
     def verdict(self, seconds: float) -> dict[str, Any]:
         out, err = self.process.communicate(timeout=seconds)

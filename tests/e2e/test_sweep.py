@@ -73,11 +73,11 @@ def test_a_sweep_whose_every_job_is_wrong_starts_nothing(train: Command) -> None
 
 def test_ctrl_c_ends_the_whole_sweep(train: Command) -> None:
     process = train.start(*TINY, "trainer.max_steps=100000", "-m", "zero=stage0,stage3")
-    log = wait_until(lambda: train.runs("runs/*/*/*/rank0.log"), 60, "rank0.log")[0]
+    log = wait_until(lambda: train.runs("runs/*/*/*/rank0.log"), 120, "rank0.log")[0]
     wait_for_rows(log.parent, 2)
     run_id = json.loads((log.parent / "launch" / "launch.json").read_text())["run_id"]
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=100)
     assert process.returncode == 130, out + err
     assert procfs.marked(run_id) == []
     (sweep,) = train.runs("runs/train/*")

@@ -48,7 +48,8 @@ def num_params(layers: int, dim: int, vocab: int) -> int:
 def test_a_run_leaves_everything_behind_and_what_happened_is_what_was_planned(
     train: Command,
 ) -> None:
-    done = train(*TINY, "zero=stage3", "trainer.devices=2", "checkpoint=full", "checkpoint.every=2")
+    words = ["trainer.devices=2", "checkpoint=full", "logger.kinds=[tensorboard,csv]"]
+    done = train(*TINY, "zero=stage3", *words, "checkpoint.every=2")
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = train.runs()
     names = {path.name for path in run.iterdir()}
@@ -103,7 +104,20 @@ def test_a_run_leaves_everything_behind_and_what_happened_is_what_was_planned(
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
     assert rows[-1]["val_loss"] == result["val_loss"]
     assert rows[0]["loss"] == result["loss_first"]
+    del rows[0]["sent_bytes"]["control"]
+    assert rows[0]["sent_bytes"] == result["comm_bytes_per_step"]["0"]
+    assert rows[0]["state_bytes"] == result["state_bytes"]["0"]
     assert all(row["grad_norm_clipped"] <= 1.0 + 1e-6 for row in rows if "loss" in row)
+
+    # the same in other loggers, the prediction beside what happened
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    curves = EventAccumulator(str(run / "tensorboard"))
+    curves.Reload()
+    assert [event.step for event in curves.Scalars("train/loss")] == [1, 2, 4]
+    for name in ("state_bytes/optim", "sent_bytes/all_gather"):
+        assert curves.Scalars(name)[-1].value == curves.Scalars(f"predicted_{name}")[-1].value > 0
+    assert "train/loss" in (run / "csv" / "metrics.csv").read_text().splitlines()[0]
 
     # and it goes on from its checkpoint, on another number of ranks
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000004.ckpt"]
@@ -248,12 +262,12 @@ def test_two_runs_of_one_moment_have_two_directories(train: Command) -> None:
 
 def test_ctrl_c_ends_a_real_run_with_all_its_processes(train: Command) -> None:
     process = train.start(*TINY, "trainer.devices=2", "trainer.max_steps=100000", "data.workers=1")
-    log = wait_until(lambda: train.runs("runs/*/*/rank0.log"), 60, "rank0.log")[0]
+    log = wait_until(lambda: train.runs("runs/*/*/rank0.log"), 120, "rank0.log")[0]
     wait_for_rows(log.parent, 2)
     run_id = read(log.parent / "launch" / "launch.json")["run_id"]
     assert len(procfs.marked(run_id)) >= 5  # agent, two ranks, their data workers
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=100)
     assert process.returncode == 130, out + err
     assert procfs.marked(run_id) == []
     status = read(log.parent / "status.json")

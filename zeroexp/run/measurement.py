@@ -17,6 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from zeroexp.config import Config
+from zeroexp.run.atomic import read_json
 from zeroexp.run.directory import RunDirectory
 from zeroexp.run.measure import PeakFlops, StepClock, mfu
 from zeroexp.run.procfs import peak_rss_bytes
@@ -25,6 +26,7 @@ from zeroexp.run.record import (
     MetricsWriter,
     RankFigures,
     ThrottledFigures,
+    logged_values,
     progress_line,
 )
 
@@ -69,6 +71,12 @@ class Measurement(Callback):
         self._printed_at = 0
         self._control_bytes = 0
         self._evaluated = False  # since the last step
+        plan = read_json(directory.plan) or {}
+        # The planner's figures for this rank, to be drawn beside what happens.
+        self._predicted = {
+            "state_bytes": plan.get("state_bytes", {}).get(str(rank)),
+            "sent_bytes": plan.get("comm_bytes_per_step", {}).get(str(rank)),
+        }
 
     # ------------------------------------------------------------------ hooks
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -138,7 +146,8 @@ class Measurement(Callback):
         self._mean_loss = torch.stack(self._losses).float().mean() if self._losses else None
         self._losses.clear()
         self._tokens = 0
-        last = trainer.should_stop or self._step == trainer.max_steps
+        last = self._step == trainer.max_steps
+        self._take_traffic(trainer)
         every = self._config.measure.log_every
         show_every = self._config.trainer.log_every
         shown = first or last or self._step % show_every == 0
@@ -154,7 +163,6 @@ class Measurement(Callback):
             if shown:
                 self._show(trainer, row)
             self._file.update()
-        self._take_traffic(trainer)
 
     def _over_ranks(self, trainer: Trainer, value: Tensor) -> float:
         """Mean of ``value`` over the data ranks (a collective of one number)."""
@@ -162,6 +170,7 @@ class Measurement(Callback):
 
     def _row(self, trainer: Trainer, seconds: float, loss: float | None) -> dict[str, Any]:
         figures = self.figures
+        rate = self.clock.recent_tokens_per_s(1)
         return {
             "step": self._step,
             "time_s": time.perf_counter() - self._started,
@@ -172,9 +181,12 @@ class Measurement(Callback):
             "loss_scale": figures.loss_scale,
             "skipped_steps": figures.skipped_steps,
             "step_time_s": seconds,
-            "tokens_per_s": self.clock.recent_tokens_per_s(1),
+            "tokens_per_s": rate,
+            "mfu": mfu(*self._flops[:2], rate, self._flops[2])["value"],
             "peak_rss_bytes": peak_rss_bytes(),
             "peak_device_bytes": _peak_device_bytes(trainer),
+            "state_bytes": self._engine(trainer).ledger.state_bytes(),
+            "sent_bytes": figures.comm_bytes_per_step,
         }
 
     def _show(self, trainer: Trainer, row: dict[str, Any]) -> None:
@@ -200,11 +212,7 @@ class Measurement(Callback):
             ),
             flush=True,
         )
-        values = {
-            name: value
-            for name, value in row.items()
-            if name not in ("step", "time_s") and value is not None
-        }
+        values = logged_values(row, self._predicted)
         for logger in trainer.loggers:
             logger.log_metrics(values, step=self._step)
 

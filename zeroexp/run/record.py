@@ -58,6 +58,41 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
+# Where a figure of a row stands among the curves of a logger.
+_SECTIONS = {
+    "loss": "train",
+    "lr": "train",
+    "grad_norm": "train",
+    "grad_norm_clipped": "train",
+    "loss_scale": "train",
+    "skipped_steps": "train",
+    "step_time_s": "speed",
+    "tokens_per_s": "speed",
+    "mfu": "speed",
+    "peak_rss_bytes": "memory",
+    "peak_device_bytes": "memory",
+}
+
+
+def logged_values(row: Mapping[str, Any], predicted: Mapping[str, Any]) -> dict[str, float]:
+    """A row of metrics.jsonl as flat names for a logger: ``train/loss``, ``state_bytes/params``,
+    ``sent_bytes/all_gather``, and the planner's figures as ``predicted_state_bytes/params``.
+
+    ``predicted`` has ``state_bytes`` and ``sent_bytes`` in the shape that the row has.
+    """
+    values = {
+        f"{section}/{name}": row[name]
+        for name, section in _SECTIONS.items()
+        if row.get(name) is not None
+    }
+    for prefix, source in (("", row), ("predicted_", predicted)):
+        for kind, tiers in (source.get("state_bytes") or {}).items():
+            values[f"{prefix}state_bytes/{kind}"] = sum(tiers.values())
+        for op, size in (source.get("sent_bytes") or {}).items():
+            values[f"{prefix}sent_bytes/{op}"] = size
+    return values
+
+
 def human_bytes(count: float | None) -> str:
     """``1.50 GiB`` for 1610612736; ``-`` for None."""
     if count is None:

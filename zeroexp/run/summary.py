@@ -125,6 +125,10 @@ def _figures(result: Mapping[str, Any]) -> list[str]:
             f"{speed}step {times['median']:.4f} s median, {times['p95']:.4f} s p95 "
             f"of {times['n']} steps after warm-up"
         )
+    mfu = result["mfu"]
+    if mfu["value"] is not None:
+        peak = f"{mfu['peak_flops'] / 1e9:,.0f} GFLOP/s"
+        lines.append(f"MFU {mfu['value']:.1%} of an assumed peak of {peak} (how: result.json)")
     states = {rank: state for rank, state in result["state_bytes"].items() if state is not None}
     if states:
         rank = largest_rank(states)

@@ -13,6 +13,7 @@ from zeroexp.run.record import (
     RankFigures,
     human_bytes,
     human_seconds,
+    logged_values,
     progress_line,
     read_figures,
     read_metrics,
@@ -109,6 +110,27 @@ def test_figures_of_many_ranks_come_back_in_rank_order(tmp_path: Path) -> None:
     for rank in (10, 2, 0):
         RankFigures(rank).write(directory)
     assert list(read_figures(directory)) == [0, 2, 10]
+
+
+def test_a_logger_gets_flat_names_and_the_prediction_beside_them() -> None:
+    row = {
+        "step": 3,
+        "time_s": 1.0,
+        "loss": 2.0,
+        "mfu": None,
+        "tokens_per_s": 10.0,
+        "state_bytes": {"params": {"device": 3, "cpu": 4}, "optim": {"device": 8}},
+        "sent_bytes": {"all_gather": 5},
+    }
+    predicted = {"state_bytes": {"params": {"device": 7}}, "sent_bytes": None}
+    assert logged_values(row, predicted) == {
+        "train/loss": 2.0,
+        "speed/tokens_per_s": 10.0,
+        "state_bytes/params": 7,
+        "state_bytes/optim": 8,
+        "sent_bytes/all_gather": 5,
+        "predicted_state_bytes/params": 7,
+    }
 
 
 def test_numbers_for_people() -> None:
