@@ -1,0 +1,119 @@
+"""The engine on an accelerator: ready to run where there is one (``pytest -m gpu``), skipped elsewhere."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zeroexp.engine import Engine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+STEPS = 5
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(50, 32)
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.head = nn.Linear(32, 50, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.emb(tokens)
+        for block in self.blocks:
+            x = x + F.gelu(block(x))
+        out: Tensor = self.head(x)
+        return out
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = Net().cuda()
+    return net, torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+def batches(num_ranks: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, 50, (STEPS, 4 * num_ranks, 8), generator=generator).cuda()
+
+
+def loss_of(net: Any, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(net(tokens).float().flatten(0, 1), tokens.flatten())
+
+
+def reference(num_ranks: int) -> dict[str, Tensor]:
+    net, optimizer = build()
+    for tokens in batches(num_ranks):
+        optimizer.zero_grad()
+        loss_of(net, tokens).backward()
+        optimizer.step()
+    return {k: v.cpu() for k, v in net.state_dict().items()}
+
+
+def sharded(stage: int, compute: str = "fp32") -> tuple[dict[str, Tensor], Engine]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    net, optimizer = build()
+    engine = Engine(
+        net,
+        optimizer,
+        {
+            "zero": {"stage": stage},
+            "precision": {"compute": compute},
+            "trainer": {"gradient_clip_val": None, "devices": num_ranks},
+        },
+    )
+    for tokens in batches(num_ranks):
+        engine.backward(loss_of(engine, tokens[rank * 4 : rank * 4 + 4]))
+        engine.step()
+    return engine.state_dict(), engine
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_device_equals_plain_torch(stage: int) -> None:
+    found, engine = sharded(stage)
+    wanted = reference(1)
+    assert all(torch.allclose(found[k], wanted[k], atol=1e-6) for k in wanted)
+    assert engine.device.type == "cuda"
+
+
+def test_bf16_keeps_a_master_copy() -> None:
+    _, engine = sharded(3, "bf16")
+    assert {s.master.dtype for s in engine.model.trainable_segments} == {torch.float32}
+    assert engine.ledger.state_bytes()["params"]["device"] == sum(
+        2 * s.spec.size for s in engine.model.segments
+    )
+
+
+def _rank(rank: int, num_ranks: int, stage: int, port: int) -> None:
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=num_ranks)
+    found, _ = sharded(stage)
+    if rank == 0:
+        wanted = reference(num_ranks)
+        assert all(torch.allclose(found[k], wanted[k], atol=1e-5) for k in wanted)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_devices_equal_the_global_batch(stage: int) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_rank, args=(2, stage, port), nprocs=2)
