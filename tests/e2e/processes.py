@@ -150,7 +150,7 @@ class Command:
         return process
 
     def __call__(
-        self, *words: str, seconds: float = 150, **env: str
+        self, *words: str, seconds: float = 250, **env: str
     ) -> subprocess.CompletedProcess[str]:
         process = self.start(*words, **env)
         try:

@@ -9,7 +9,6 @@ The commands share one folder and run in the order of the pages, as a reader wou
 from __future__ import annotations
 
 import csv
-import os
 import re
 import runpy
 import shlex
@@ -30,7 +29,8 @@ DOCS = CHECKOUT / "docs"
 PAGES = [CHECKOUT / "README.md", *sorted(DOCS.glob("*.md"))]
 #: its Python has tests of its own (tests/unit/strategies/test_docs.py)
 TESTED_ELSEWHERE = DOCS / "lightning.md"
-PROGRAMS = ("make", "python", "zeroexp", "torchrun", "bash", "source", "pip")
+PROGRAMS = "make|python|zeroexp|torchrun|bash"
+FENCED_OR_INDENTED = rf"^```(\w*)\n((?s:.*?))^```$|((?:^    (?:{PROGRAMS}) .*\n)+)"
 LIMIT = 200.0
 
 #: Trains too long for a test, or needs what is not here: that it composes is checked in its place.
@@ -70,8 +70,7 @@ def blocks() -> list[Block]:
     found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        pattern = r"^```(\w*)\n(.*?)^```$|((?:^    (?:%s) .*\n)+)" % "|".join(PROGRAMS)  # noqa: UP031
-        for match in re.finditer(pattern, text, re.M | re.S if False else re.M | re.S):
+        for match in re.finditer(FENCED_OR_INDENTED, text, re.M):
             kind, body, indented = match.groups()
             if indented is not None:
                 kind, body = "bash", indented
@@ -144,7 +143,6 @@ def composes(command: str) -> None:
     """The words behind ``train.py`` are a configuration, or a sweep of configurations."""
     words = shlex.split(command.partition("train.py ")[2])
     lines = parse_multirun(words) if is_multirun(words) else [words]
-    assert len(lines) == {"-m": 1, "sweep": 1}.get(words[0], 1) or len(lines) > 1
     for line in lines:
         compose(line, start=False)
 
@@ -284,4 +282,3 @@ def test_the_comparison_is_what_the_result_files_give() -> None:
     between = README.partition(readme.BEGIN)[2].partition(readme.END)[0]
     results = CHECKOUT / "benchmarks" / "results"
     assert between.strip() == readme.section(table.read(results)).strip()
-    assert os.path.basename(results) in readme.section([]) or "No result file" in readme.section([])

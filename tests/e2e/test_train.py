@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +151,6 @@ def test_validation_at_the_end_whatever_ends_the_run(train: Command) -> None:
 
 
 def test_the_first_error_leads(train: Command) -> None:
-    begin = time.monotonic()
     done = external(train, "raise")
     assert done.returncode == 1
     (run,) = train.runs()
@@ -166,7 +164,6 @@ def test_the_first_error_leads(train: Command) -> None:
     assert len(lines) - head < 15 and any("frames in" in line for line in lines)
     assert "ValueError: boom" in (run / "rank1.log").read_text()
     assert read(run / "result.json")["steps"] == 1
-    assert time.monotonic() - begin < 140
 
 
 def test_a_loss_that_is_not_finite_ends_with_status_nan(train: Command) -> None:

@@ -17,7 +17,7 @@ import yaml
 
 from zeroexp.config import Composed, Config
 from zeroexp.data.plan import problems
-from zeroexp.errors import ConfigError
+from zeroexp.errors import ConfigError, ZeroexpError
 from zeroexp.run import provenance, result, resume, status
 from zeroexp.run.atomic import write_json, write_text
 from zeroexp.run.directory import RunDirectory, unwritable
@@ -157,8 +157,16 @@ def _finish(
         start.describing.join()
     final = status.Status(verdict.status, verdict.reason, verdict.failed_rank)
     ranks = start.config.data_ranks
-    written = result.write(start.directory, config_digest=start.digest, status=final, ranks=ranks)
-    final.write(start.directory)
+    try:
+        written = result.write(
+            start.directory, config_digest=start.digest, status=final, ranks=ranks
+        )
+        final.write(start.directory)
+    except OSError as error:
+        raise ZeroexpError(
+            f"the run ended ({verdict.status}: {verdict.reason or 'as planned'}), but its result "
+            f"cannot be written to {start.directory.path}: {error.strerror}"
+        ) from error
     if not (quiet and final.status == status.OK):
         _say(out, closing_lines(start.directory, verdict, written, began))
     code = interrupt.exit_code if final.status == status.INTERRUPTED else final.exit_code

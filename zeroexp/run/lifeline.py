@@ -62,6 +62,12 @@ def end_on_sigterm(grace: float, stack: Path) -> None:
         note()  # before the main thread leaves the place where the signal found it
         sys.exit(128 + number)
 
+    def forget() -> None:
+        # A forked child (a data worker) that is told to end must not end its parent.
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=forget)
     signal.signal(signal.SIGTERM, leave)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
