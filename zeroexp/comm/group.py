@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -74,6 +75,13 @@ class Pending:
 
 DONE = Pending((), "nothing", 0.0)
 """What a group of one rank returns: there is nothing to wait for."""
+
+
+def close_channel(channel: dist.ProcessGroup) -> None:
+    """Destroy a process group; a second time, or after torch destroyed all, does nothing."""
+    if dist.is_initialized():
+        with suppress(ValueError):  # what torch raises for a group it no longer knows
+            dist.destroy_process_group(channel)
 
 
 class Group(ABC):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroexp.comm.group import Group, Pending
+from zeroexp.comm.group import Group, Pending, close_channel
 from zeroexp.ledger import Ledger
 
 # torch 2.13 renamed the flat collectives and warns about the old names; this is the one place that
@@ -83,5 +83,4 @@ class NativeGroup(Group):
         return rows.view(self.size, -1).to(payload.device)
 
     def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group(self._channel)
+        close_channel(self._channel)

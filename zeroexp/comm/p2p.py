@@ -10,18 +10,35 @@ data.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroexp.comm.group import Group, Pending
+from zeroexp.comm.group import Group, Pending, close_channel
 from zeroexp.comm.pool import BufferPool
 from zeroexp.ledger import Ledger
 
 
+class Op(IntEnum):
+    """What a message belongs to; part of its tag."""
+
+    ALL_GATHER = 0
+    REDUCE_SCATTER = 1
+    ALL_REDUCE = 2
+    BROADCAST = 3
+    EXCHANGE = 4
+
+
 class P2PGroup(Group):
-    """See :class:`Group`. ``channel`` is a process group over ``ranks`` that nobody else uses."""
+    """See :class:`Group`. ``channel`` is a process group that holds ``ranks``.
+
+    Several groups may use one channel, each in its own ``space`` of tags: gloo wakes a thread of
+    every process group a hundred times a second, so they are few.
+    """
+
+    SPACES = 8
 
     def __init__(
         self,
@@ -30,15 +47,23 @@ class P2PGroup(Group):
         rank: int,
         ledger: Ledger,
         timeout: float,
+        *,
+        space: int = 0,
     ) -> None:
         super().__init__(ranks, rank, ledger, timeout)
         self._channel = channel
-        self._pool = BufferPool(torch.device("cpu"), ledger, f"received {id(channel)}")
+        self._space = space
+        self._pool = BufferPool(torch.device("cpu"), ledger, f"received in space {space}")
 
-    def _send(self, tensor: Tensor, peer: int, tag: int) -> tuple[int, dist.Work]:
+    def _tag(self, tag: int, op: Op) -> int:
+        return (tag * len(Op) + op) * self.SPACES + self._space
+
+    def _send(self, tensor: Tensor, peer: int, tag: int, op: Op) -> tuple[int, dist.Work]:
+        tag = self._tag(tag, op)
         return peer, _work(dist.isend(tensor, peer, group=self._channel, tag=tag))
 
-    def _recv(self, tensor: Tensor, peer: int, tag: int) -> tuple[int, dist.Work]:
+    def _recv(self, tensor: Tensor, peer: int, tag: int, op: Op) -> tuple[int, dist.Work]:
+        tag = self._tag(tag, op)
         return peer, _work(dist.irecv(tensor, peer, group=self._channel, tag=tag))
 
     def all_gather(self, out: Tensor, shard: Tensor, *, tag: int, what: str) -> Pending:
@@ -46,8 +71,8 @@ class P2PGroup(Group):
         if n == 0:
             return Pending((), what, self.timeout)
         slices = out.split(n)
-        works = [self._recv(slices[i], peer, tag) for i, peer in self.peers]
-        works += [self._send(shard, peer, tag) for _, peer in self.peers]
+        works = [self._recv(slices[i], peer, tag, Op.ALL_GATHER) for i, peer in self.peers]
+        works += [self._send(shard, peer, tag, Op.ALL_GATHER) for _, peer in self.peers]
         own = slices[self.index]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
@@ -71,8 +96,8 @@ class P2PGroup(Group):
         raw = self._pool.take((self.size - 1) * n, wire)
         inbox = raw.view(wire)[: (self.size - 1) * n].split(n)
         summands = {i: buffer for (i, _), buffer in zip(self.peers, inbox, strict=True)}
-        works = [self._recv(summands[i], peer, tag) for i, peer in self.peers]
-        works += [self._send(mine[i], peer, tag) for i, peer in self.peers]
+        works = [self._recv(summands[i], peer, tag, Op.REDUCE_SCATTER) for i, peer in self.peers]
+        works += [self._send(mine[i], peer, tag, Op.REDUCE_SCATTER) for i, peer in self.peers]
         self.ledger.sent("reduce_scatter", (self.size - 1) * mine[0].nbytes)
         summands[self.index] = mine[self.index]
 
@@ -85,9 +110,9 @@ class P2PGroup(Group):
     def all_reduce(self, tensor: Tensor, *, tag: int, what: str) -> Pending:
         inbox = [torch.empty_like(tensor) for _ in self.peers]
         parts = {i: buffer for (i, _), buffer in zip(self.peers, inbox, strict=True)}
-        works = [self._recv(parts[i], peer, tag) for i, peer in self.peers]
+        works = [self._recv(parts[i], peer, tag, Op.ALL_REDUCE) for i, peer in self.peers]
         mine = tensor.clone()
-        works += [self._send(mine, peer, tag) for _, peer in self.peers]
+        works += [self._send(mine, peer, tag, Op.ALL_REDUCE) for _, peer in self.peers]
         self.ledger.sent("all_reduce", (self.size - 1) * tensor.nbytes)
         parts[self.index] = mine
 
@@ -98,24 +123,23 @@ class P2PGroup(Group):
 
     def broadcast(self, tensor: Tensor, *, source: int, tag: int, what: str) -> Pending:
         if self.index == source:
-            works = [self._send(tensor, peer, tag) for _, peer in self.peers]
+            works = [self._send(tensor, peer, tag, Op.BROADCAST) for _, peer in self.peers]
             self.ledger.sent("broadcast", (self.size - 1) * tensor.nbytes)
         else:
-            works = [self._recv(tensor, self.ranks[source], tag)]
+            works = [self._recv(tensor, self.ranks[source], tag, Op.BROADCAST)]
         return Pending(works, what, self.timeout, keep=(tensor,))
 
     def exchange(self, payload: Tensor, what: str) -> Tensor:
         rows = payload.new_empty(self.size, payload.numel())
         rows[self.index] = payload
-        works = [self._recv(rows[i], peer, 0) for i, peer in self.peers]
-        works += [self._send(payload, peer, 0) for _, peer in self.peers]
+        works = [self._recv(rows[i], peer, 0, Op.EXCHANGE) for i, peer in self.peers]
+        works += [self._send(payload, peer, 0, Op.EXCHANGE) for _, peer in self.peers]
         self.ledger.sent_control((self.size - 1) * payload.nbytes)
         Pending(works, what, self.timeout).wait()
         return rows
 
     def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group(self._channel)
+        close_channel(self._channel)
 
 
 def _work(work: dist.Work | None) -> dist.Work:

@@ -68,17 +68,44 @@ class World:
         """Make the groups, if they are not there (collective)."""
         if not self.closed:
             return
-        rank, size = self.rank, self.size
+        size = self.size
         shard = self.shard_size or size
         shards = [tuple(range(k * shard, (k + 1) * shard)) for k in range(size // shard)]
         replicas = [tuple(range(k, size, shard)) for k in range(shard)]
 
-        def mine(partition: Sequence[tuple[int, ...]]) -> Group:
-            return _group_of(partition, rank, self.ledger, self.timeout)
-
-        self.gather, self.reduce = mine(shards), mine(shards)
-        self.replicas, self.control = mine(replicas), mine([tuple(range(size))])
+        partitions = [shards, shards, replicas, [tuple(range(size))]]
+        if size > 1 and dist.get_backend() == "gloo":
+            # Tags keep the groups apart, so one channel serves them all.
+            channel = dist.new_group(timeout=timedelta(seconds=self.timeout))
+            groups = [
+                self._on_channel(partition, channel, space)
+                for space, partition in enumerate(partitions)
+            ]
+        else:
+            groups = [self._with_channels(partition) for partition in partitions]
+        self.gather, self.reduce, self.replicas, self.control = groups
         self.closed = False
+
+    def _on_channel(
+        self, partition: Sequence[tuple[int, ...]], channel: dist.ProcessGroup, space: int
+    ) -> Group:
+        """This rank's group of a partition of the world."""
+        ranks = next(r for r in partition if self.rank in r)
+        if len(ranks) == 1:
+            return SoloGroup(self.rank, self.ledger)
+        return P2PGroup(channel, ranks, self.rank, self.ledger, self.timeout, space=space)
+
+    def _with_channels(self, partition: Sequence[tuple[int, ...]]) -> Group:
+        """The same with a communicator for each group; every rank makes every one, as torch
+        demands."""
+        own: Group = SoloGroup(self.rank, self.ledger)
+        for ranks in partition:
+            if len(ranks) == 1:
+                continue
+            channel = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout))
+            if self.rank in ranks:
+                own = NativeGroup(channel, ranks, self.rank, self.ledger, self.timeout)
+        return own
 
     def close(self) -> None:
         """Destroy the groups; :meth:`open` makes new ones."""
@@ -86,19 +113,3 @@ class World:
             for group in (self.gather, self.reduce, self.replicas, self.control):
                 group.close()
         self.closed = True
-
-
-def _group_of(
-    partition: Sequence[tuple[int, ...]], rank: int, ledger: Ledger, timeout: float
-) -> Group:
-    """This rank's group of a partition of the world. Every rank creates every group, as torch
-    demands."""
-    own: Group = SoloGroup(rank, ledger)
-    for ranks in partition:
-        if len(ranks) == 1:
-            continue
-        channel = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout))
-        if rank in ranks:
-            kind = P2PGroup if dist.get_backend(channel) == "gloo" else NativeGroup
-            own = kind(channel, ranks, rank, ledger, timeout)
-    return own

@@ -18,18 +18,21 @@ class Registry:
     them)."""
 
     def __init__(self) -> None:
-        self._owners: dict[int, tuple[weakref.ref[nn.Parameter], Owner]] = {}
+        self._owners: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Owner]]] = {}
 
     def set(self, param: nn.Parameter, owner: Owner) -> None:
         key = id(param)
-        self._owners[key] = (weakref.ref(param, lambda _: self._owners.pop(key, None)), owner)
+        # Weak both ways: an owner reaches its parameters, so a strong one would keep itself alive,
+        # with its process groups and their threads. The guards of the module hold it.
+        entry = weakref.ref(param, lambda _: self._owners.pop(key, None)), weakref.ref(owner)
+        self._owners[key] = entry
 
     def drop(self, param: nn.Parameter) -> None:
         self._owners.pop(id(param), None)
 
     def get(self, param: nn.Parameter) -> Owner | None:
         entry = self._owners.get(id(param))
-        return entry[1] if entry is not None and entry[0]() is param else None
+        return entry[1]() if entry is not None and entry[0]() is param else None
 
 
 _REGISTRY = Registry()
