@@ -7,12 +7,28 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from strategy_lab import Fixed, Net, distance, loader, rows, trainer, values, zero
+from strategy_lab import (
+    Fixed,
+    Net,
+    distance,
+    load,
+    loader,
+    rows,
+    shared_folder,
+    trainer,
+    values,
+    zero,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 # --------------------------------------------------------------------------------- averaging
 # callbacks
+
+
+needs_averaging = pytest.mark.skipif(
+    not hasattr(pl.callbacks, "WeightAveraging"), reason="this Lightning has no WeightAveraging"
+)
 
 
 class Falling(pl.LightningModule):
@@ -55,6 +71,7 @@ def ema(stage: int) -> Any:
     return seen, net.validated, float(net.layer.weight), plain
 
 
+@needs_averaging
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_weight_averaging(ranks: Any, stage: int) -> None:
     """EMA of 1.0, 0.9, 0.8, 0.7, 0.6 with decay 0.5, starting at the first averaged weight
@@ -68,6 +85,41 @@ def test_weight_averaging(ranks: Any, stage: int) -> None:
         assert validated == pytest.approx([expected[1]] * 2 + [expected[3]] * 2, abs=1e-6)
         assert final == pytest.approx(expected[3], abs=1e-6)
         assert plain
+
+
+def ema_resumed(stage: int) -> Any:
+    from lightning.pytorch.callbacks import WeightAveraging
+    from torch.optim.swa_utils import get_ema_avg_fn
+
+    def averaged() -> Any:
+        return WeightAveraging(avg_fn=get_ema_avg_fn(0.5))
+
+    folder, data = shared_folder("ema"), DataLoader(torch.zeros(4, 1), batch_size=1)  # type: ignore[arg-type]
+    first, whole, resumed = Falling(), Falling(), Falling()
+    keep = pl.callbacks.ModelCheckpoint(folder, "saved", save_on_train_epoch_end=True)
+    run = trainer(zero(stage=stage), callbacks=[averaged(), keep], enable_checkpointing=True)
+    run.fit(first, data)
+    trainer(zero(stage=stage), callbacks=[averaged()], max_epochs=2).fit(whole, data)
+    trainer(zero(stage=stage), callbacks=[averaged()], max_epochs=2).fit(
+        resumed, data, ckpt_path=folder / "saved.ckpt"
+    )
+    saved = load(folder / "saved.ckpt")
+    return [
+        float(saved["state_dict"]["layer.weight"]),
+        float(saved["current_model_state"]["layer.weight"]),
+        float(whole.layer.weight.detach()),
+        float(resumed.layer.weight.detach()),
+    ]
+
+
+@needs_averaging
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weight_averaging_is_resumed(ranks: Any, stage: int) -> None:
+    """Two steps, a checkpoint, two more: the average goes on where it was."""
+    for average, current, whole, resumed in ranks(2)(ema_resumed, stage):
+        assert average == pytest.approx(0.5 * 0.9 + 0.5 * 0.8)
+        assert current == pytest.approx(0.8)
+        assert resumed == pytest.approx(whole, abs=1e-7)
 
 
 def swa(stage: int) -> float:
@@ -95,9 +147,35 @@ def averaging_in_bf16() -> None:
     )
 
 
+@needs_averaging
 def test_averaging_rounded_weights_is_refused(ranks: Any) -> None:
     with pytest.raises(Exception, match="WeightAveraging swaps parameters"):
         ranks(2)(averaging_in_bf16)
+
+
+# --------------------------------------------------------------------------------- learning rate
+# finder
+
+
+def found(stage: int) -> Any:
+    from lightning.pytorch.tuner import Tuner
+
+    net, start = Net(lr=1e-3), values(Net())
+    folder = shared_folder("tuned")
+    run = trainer(zero(stage=stage), default_root_dir=folder)
+    result = Tuner(run).lr_find(net, loader(40), num_training=30)
+    away = distance(values(net), start)
+    run.fit(net, loader(2))
+    return result.suggestion(), away, net.lr, distance(values(net), start)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_learning_rate_finder_works(ranks: Any, stage: int) -> None:
+    """It saves, trains, puts everything back, and both ranks come to one rate."""
+    (first, away, rate, moved), (second, _, other, _) = ranks(2)(found, stage)
+    assert first == second == rate == other
+    assert away == 0.0
+    assert moved > 0
 
 
 # --------------------------------------------------------------------------------- compile

@@ -67,6 +67,62 @@ def test_accumulation_and_clipping_equal_ddp(ranks: Any, options: dict[str, Any]
         assert max(distances) <= 1e-6
 
 
+class Slope(pl.LightningModule):
+    """y = w x, mean squared error, SGD with lr 0.1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(()))
+        self.norms: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x, y = batch.unbind(-1)
+        return (self.w * x - y).pow(2).mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms.append(self.trainer.strategy.engine.grad_norm)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def sixteen() -> Tensor:
+    x = torch.linspace(-1, 2, 16)
+    return torch.stack([x, 3 * x + x.pow(2)], dim=-1)
+
+
+def slope(stage: int) -> list[tuple[float, list[float]]]:
+    results = []
+    for micro, accumulate in ((8, 1), (4, 2), (1, 8)):
+        net = Slope()
+        mine = sixteen()[dist.get_rank() :: 2]
+        run = trainer(
+            zero(stage=stage),
+            max_epochs=5,
+            accumulate_grad_batches=accumulate,
+            use_distributed_sampler=False,
+        )
+        run.fit(net, DataLoader(mine, batch_size=micro))  # type: ignore[arg-type]
+        results.append((float(net.w.detach()), net.norms))
+    return results
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_split_into_micro_batches_does_not_matter(ranks: Any, stage: int) -> None:
+    """The global batch of 16 as 2 x 8, 2 x 2 x 4 and 2 x 8 x 1: five steps of full-batch
+    descent."""
+    x, y = sixteen().double().unbind(-1)
+    w, norms = 0.0, []
+    for _ in range(5):
+        gradient = float((2 * (w * x - y) * x).mean())
+        norms.append(abs(gradient))
+        w -= 0.1 * gradient
+    for results in ranks(2)(slope, stage):
+        for got, seen in results:
+            assert got == pytest.approx(w, abs=1e-6)
+            assert seen == pytest.approx(norms, abs=1e-6)
+
+
 def reductions(stage: int, accumulate: int) -> tuple[int, int]:
     """Bytes sent in gradient reductions in two steps, and optimizer steps."""
     strategy = zero(stage=stage)
