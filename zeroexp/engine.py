@@ -85,6 +85,8 @@ class Engine:
             self.ledger, shard_size=shard_size, timeout=float(self.config.launch.timeout)
         )
         self.rank, self.world_size = self.world.rank, self.world.size
+        # An engine that is dropped without close() must not leave its threads behind.
+        weakref.finalize(self, self.world.close)
         placement = STAGES[zero.stage]
         self._around = Surroundings(
             self.world,
@@ -119,10 +121,11 @@ class Engine:
             scale, dynamic=scale.mode == "dynamic", active=scale.mode in ("dynamic", "static")
         )
         self._closed = False
-        self._hooks = Hooks(self.residency, self.reducer, self._backward_begins)
+        self._hooks = Hooks(self.residency, self.reducer, self._walk_begins, self._backward_begins)
         self._guards = Guards()
         self._attach()
         self._in_backward = False
+        self._bare = False
         self._micro_steps = 0
         self._boundary = True
         self._unreduced = False
@@ -191,6 +194,8 @@ class Engine:
     def _forward_begins(self) -> None:
         """A pass starts: parameters that the user unfroze since the last one get gradients and
         optimizer state."""
+        if torch._C._current_graph_task_id() == -1:
+            self._end_failed_walk()
         fresh = self.model.thaw()
         if not fresh:
             return
@@ -289,9 +294,10 @@ class Engine:
     def backward_scope(self, *, last: bool | None = None) -> Iterator[None]:
         """Around one call of autograd; what it leaves behind is reduced when it ends."""
         self._begin_backward(last)
-        if self._root is not None and self._root.sharded and torch.is_grad_enabled():
+        if self.residency.gathers and torch.is_grad_enabled():
             self.residency.begin_pass(Direction.BACKWARD)
-            self.residency.need(self._root)
+            if self._root is not None:
+                self.residency.need(self._root)
         try:
             yield
         except BaseException:
@@ -323,16 +329,36 @@ class Engine:
             self.residency.end_pass()
         self.reducer.end()
 
+    def _walk_begins(self) -> None:
+        """Autograd reached the model outside :meth:`backward_scope`: a bare ``loss.backward()``, or
+        ``autograd.grad``, which leaves no gradients and is no micro-batch."""
+        if not self._in_backward:
+            Variable._execution_engine.queue_callback(self._end_walk)
+
+    def _end_walk(self) -> None:
+        if not self._in_backward and self.residency.direction is Direction.BACKWARD:
+            self.residency.end_pass()
+
     def _backward_begins(self) -> None:
-        """Autograd reached the model outside :meth:`backward_scope`: a bare ``loss.backward()``."""
+        """A gradient arrived: the walk is a backward."""
         if self._in_backward:
             return
         self._begin_backward(None)
+        self._bare = True
         Variable._execution_engine.queue_callback(self._end_bare_backward)
 
     def _end_bare_backward(self) -> None:
         if self._in_backward:
+            self._bare = False
             self._end_backward()
+
+    def _end_failed_walk(self) -> None:
+        """Autograd calls nobody when it raises: what a bare backward left open ends here."""
+        if self._bare:
+            self._bare = self._in_backward = False
+            self.reducer.reducing = False
+        if not self._in_backward and self.residency.direction is Direction.BACKWARD:
+            self.residency.end_pass(failed=True)
 
     # -- boundary ----------------------------------------------------------------------------------
 
@@ -494,6 +520,7 @@ class Engine:
 
     def zero_grad(self, optimizer: Optimizer | None = None) -> None:
         """Forget accumulated gradients (of one optimizer, or all)."""
+        self._end_failed_walk()
         if self.reducer.interrupted:
             self.reducer.abandon()
         self._forget(self._stepper(optimizer))

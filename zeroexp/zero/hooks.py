@@ -4,6 +4,7 @@ gradients."""
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from zeroexp.errors import ModelError
 from zeroexp.zero.access import ModuleHook
 from zeroexp.zero.reducer import Reducer
 from zeroexp.zero.residency import Direction, Residency
 from zeroexp.zero.segment import SegmentState
-from zeroexp.zero.unit import Flow, UnitState
+from zeroexp.zero.unit import Call, Flow, Life, UnitState
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -46,16 +48,18 @@ class Edge:
 
     _ATTRIBUTE = "_zeroexp_edge"
 
-    def __init__(self) -> None:
+    def __init__(self, version: int) -> None:
+        self.version = version
         self.retire: list[Callable[[Any], None]] = []
         self.gather: list[Callable[[Any], None]] = []
 
     @classmethod
     def of(cls, tensor: Tensor) -> Edge:
-        """The edge of ``tensor``, made at the first call."""
+        """The edge of ``tensor`` as it is now: one that was changed in place since is another
+        activation."""
         edge: Edge | None = getattr(tensor, cls._ATTRIBUTE, None)
-        if edge is None:
-            edge = cls()
+        if edge is None or edge.version != tensor._version:
+            edge = cls(tensor._version)
             setattr(tensor, cls._ATTRIBUTE, edge)
             tensor.register_hook(edge)
         return edge
@@ -68,22 +72,33 @@ class Edge:
 class Hooks:
     """Turns what autograd and modules do into calls on :class:`Residency` and :class:`Reducer`.
 
-    ``backward_begins`` is called when a backward reaches this model; it returns at once if one is
-    running already.
+    ``walk_begins`` is called when autograd reaches this model, ``backward_begins`` when it leaves a
+    gradient on a parameter (``autograd.grad`` never does). Both return at once in a backward that
+    runs already.
     """
 
     def __init__(
-        self, residency: Residency, reducer: Reducer, backward_begins: Callable[[], None]
+        self,
+        residency: Residency,
+        reducer: Reducer,
+        walk_begins: Callable[[], None],
+        backward_begins: Callable[[], None],
     ) -> None:
         self._residency = residency
         self._reducer = reducer
+        self._walk_begins = walk_begins
         self._backward_begins = backward_begins
+        self._root: UnitState | None = None
         self._handles: list[RemovableHandle] = []
+        self._sources: list[tuple[UnitState, SegmentState, int]] = []
 
     def attach_root(
         self, module: nn.Module, unit: UnitState | None, forward_begins: Callable[[], None]
     ) -> None:
         """A call of the root module is a scope of its own."""
+        self._root = unit
+        if unit is not None and unit.sharded:
+            self._attach_inner(unit)
 
         def pre(_: nn.Module, args: tuple[Any, ...]) -> None:
             forward_begins()
@@ -94,7 +109,7 @@ class Hooks:
         def post(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             failed = _raised(output)
             if not failed:
-                self.watch_outputs(unit, output)
+                self._watch_outputs(unit, None, output)
             self._residency.exit_scope(failed)
 
         self._handles.append(module.register_forward_pre_hook(ModuleHook(pre), prepend=True))
@@ -103,18 +118,22 @@ class Hooks:
     def attach_unit(self, unit: UnitState) -> None:
         """Gather before the unit's module runs, release after it, and the mirror image in
         backward."""
+        self._attach_inner(unit)
 
         def pre(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            call = Call()
+            unit.calls.append(call)
             self._residency.need(unit)
             if torch.is_grad_enabled():
-                self._watch_inputs(unit, (args, kwargs))
+                self._watch_inputs(unit, call, (args, kwargs))
 
         def post(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            call = unit.calls.pop() if unit.calls else None
             if _raised(
                 output
             ):  # the scope's end releases what is whole; nothing may be gathered now
                 return
-            self.watch_outputs(unit, output)
+            self._watch_outputs(unit, call, output)
             self._residency.leave(unit)
 
         self._handles.append(
@@ -122,11 +141,33 @@ class Hooks:
         )
         self._handles.append(unit.module.register_forward_hook(ModuleHook(post), always_call=True))
 
+    def _attach_inner(self, unit: UnitState) -> None:
+        """A backward may enter ``unit`` anywhere: a loss kept on a module, an activation caught by
+        a hook, an output inside an object of the user's own. Each module with parameters gathers
+        for itself."""
+        own = {id(p) for s in unit.segments for p in s.params}
+
+        def post(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._watch_outputs(unit, None, output)
+
+        for module in unit.module.modules():
+            table = dict.values(module._parameters)
+            if module is not unit.module and any(id(p) in own for p in table):
+                self._handles.append(module.register_forward_hook(ModuleHook(post)))
+
     def attach_parameter(self, unit: UnitState, segment: SegmentState, slot: int) -> None:
         """Take each gradient from autograd as soon as it is complete."""
-        param = segment.params[slot]
-        hook = partial(self._on_gradient, unit, segment, slot)
-        self._handles.append(param.register_post_accumulate_grad_hook(hook))
+        # Weak: torch hides the hooks of a parameter from the garbage collector, so a hook that
+        # reaches the engine would keep it, and all of its memory and threads, for ever.
+        hooks, number = weakref.ref(self), len(self._sources)
+        self._sources.append((unit, segment, slot))
+
+        def hook(param: Tensor) -> None:
+            if (alive := hooks()) is not None:
+                alive._on_gradient(*alive._sources[number], param)
+
+        self._handles.append(segment.params[slot].register_post_accumulate_grad_hook(hook))
 
     def detach(self) -> None:
         """Remove all hooks."""
@@ -136,52 +177,72 @@ class Hooks:
 
     # -- events ------------------------------------------------------------------------------------
 
-    def watch_outputs(self, unit: UnitState | None, output: Any) -> None:
+    def _watch_outputs(self, unit: UnitState | None, call: Call | None, output: Any) -> None:
         """Make the backward through ``output`` gather ``unit`` first."""
-        if not torch.is_grad_enabled():
+        if not (self._residency.gathers and torch.is_grad_enabled()):
             return
-        hook = partial(self._before_backward, unit)
+        hook = partial(self._before_backward, unit, call)
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:
                 Edge.of(tensor).gather.append(hook)
 
-    def _watch_inputs(self, unit: UnitState, inputs: Any) -> None:
+    def _watch_inputs(self, unit: UnitState, call: Call, inputs: Any) -> None:
         wanted = [t for t in tensors_in(inputs) if t.requires_grad]
         if not wanted:
             return
         unit.outstanding += 1
+        call.watched = True
+        if self._residency.direction is not Direction.BACKWARD:
+            # A leaf outlives the graph, and hooks on it would pile up. What is computed from it
+            # inside the unit is through when the gradients of other inputs are; without others
+            # the end of the pass releases the unit.
+            wanted = [t for t in wanted if t.grad_fn is not None]
 
         def retire(_: Any) -> None:
+            unit.open.discard(call)
             unit.outstanding = max(0, unit.outstanding - 1)
-            if unit.outstanding == 0 and unit.complete:
+            if unit.outstanding == 0 and not unit.open and unit.complete:
                 self._residency.retire(unit)
 
         if len(wanted) == 1:
             Edge.of(wanted[0]).retire.append(retire)
-        else:
+        elif wanted:
             torch.autograd.graph.register_multi_grad_hook(wanted, retire)
 
-    def _before_backward(self, unit: UnitState | None, _: Tensor) -> None:
-        self._backward_begins()
-        if unit is None or not unit.sharded:
+    def _before_backward(self, unit: UnitState | None, call: Call | None, _: Tensor) -> None:
+        residency = self._residency
+        if residency.direction is not Direction.BACKWARD:
+            self._walk_begins()
+            residency.begin_pass(Direction.BACKWARD)
+            if self._root is not None:
+                residency.need(self._root)
+        if unit is None:
             return
-        if self._residency.direction is not Direction.BACKWARD:
-            self._residency.begin_pass(Direction.BACKWARD)
-        self._residency.need(unit)
+        if call is not None and call.watched:
+            unit.open.add(call)
+        residency.need(unit)
         if torch.is_grad_enabled():  # create_graph: a later backward will read these weights
-            self._residency.hold(unit)
+            residency.hold(unit)
 
     def _on_gradient(
-        self, unit: UnitState, segment: SegmentState, slot: int, param: nn.Parameter
+        self, unit: UnitState, segment: SegmentState, slot: int, param: Tensor
     ) -> None:
         grad, param.grad = param.grad, None
         if grad is None:
             return
         self._backward_begins()
+        if unit.life is not Life.WHOLE and not self._residency.was_needed(unit):
+            raise ModelError(
+                f"the backward reached {segment.spec.slots[slot].spec.name} while the parameters "
+                f"of unit {unit.label} are sharded, so its gradients would be wrong. The graph "
+                "leads into the unit past the outputs of its modules: return what the loss needs "
+                "from forward(), read the parameter inside the forward of the root module or "
+                "engine.scope(), or use zero.stage 2."
+            )
         if unit.flow is Flow.REDUCING:
             self._reducer.settle(unit)
-        unit.accept(segment, slot, grad)
+        unit.accept(segment, slot, grad.detach() if grad.requires_grad else grad)
         if unit.complete:
             self._reducer.ready(unit)
-            if unit.outstanding == 0:
+            if unit.done_with_gradients and unit is not self._root:
                 self._residency.retire(unit)

@@ -28,8 +28,9 @@ class EngineOwner:
         return self._model.around.world
 
     def touch(self) -> None:
-        if self._unit.life is not Life.WHOLE:
-            self._residency.visit(self._unit)
+        unit = self._unit
+        if unit.sharded and (unit.life is not Life.WHOLE or not unit.calls):
+            self._residency.visit(unit)
 
     @contextmanager
     def whole(self, *, edit: bool) -> Iterator[None]:

@@ -45,6 +45,7 @@ class Residency:
         self._ahead: list[UnitState] = []
         self._used: set[int] = set()
         self._visitors: list[UnitState] = []
+        self._visited: set[int] = set()
         self._held: list[UnitState] = []
         self._depth = 0
         self.calls = 0
@@ -54,6 +55,11 @@ class Residency:
     def active(self) -> bool:
         """Whether a pass may gather at any moment (inside a scope or a backward)."""
         return self._depth > 0 or self._direction is not None
+
+    @property
+    def gathers(self) -> bool:
+        """Whether there is any sharded unit."""
+        return bool(self._units)
 
     @property
     def direction(self) -> Direction | None:
@@ -82,6 +88,11 @@ class Residency:
         self.orders[direction].start_trace()
         if direction is Direction.FORWARD:
             self.calls += 1
+            return
+        visited = [u for u in self._units if id(u) in self._visited]
+        for unit in visited:  # no hook of their own will gather them
+            self._gather_now(unit)
+        self._visitors += [u for u in visited if u not in self._visitors]
 
     def end_pass(self, failed: bool = False) -> None:
         """Take part in what this rank did not need, and release what need not stay."""
@@ -103,6 +114,7 @@ class Residency:
                 unit.release()
             if direction is Direction.BACKWARD:
                 unit.outstanding = 0
+                unit.open.clear()
         self._visitors = self._visitors if keeping else []
 
     # -- units -------------------------------------------------------------------------------------
@@ -125,6 +137,10 @@ class Residency:
             self._catch_up(order, at)
         self._gather_now(unit)
         self._look_ahead(order, at)
+
+    def was_needed(self, unit: UnitState) -> bool:
+        """Whether the running pass has asked for ``unit``."""
+        return id(unit) in self._used
 
     def _gather_now(self, unit: UnitState) -> None:
         if unit.life is Life.SHARDED:
@@ -156,12 +172,16 @@ class Residency:
                 self._ahead.append(unit)
 
     def visit(self, unit: UnitState) -> None:
-        """A parameter is read outside its unit's own module: keep the unit whole until the backward
-        is over."""
-        if unit.life is Life.WHOLE or not self.active:
+        """A parameter is read. Outside its unit's own module the unit stays whole until the
+        backward is over, and is whole in every other backward before the next step."""
+        if not self.active:
             return
-        self.need(unit)
-        self._visitors.append(unit)
+        outside = not unit.calls and self._direction is not Direction.BACKWARD
+        if outside and torch.is_grad_enabled():
+            self._visited.add(id(unit))
+        if unit.life is not Life.WHOLE:
+            self.need(unit)
+            self._visitors.append(unit)
 
     def hold(self, unit: UnitState) -> None:
         """Keep ``unit`` whole until the next step: a graph was made of its backward."""
@@ -185,6 +205,7 @@ class Residency:
         """Release every unit that nobody pins: after a step, the gathered values are old."""
         self._direction = None
         self._visitors = []
+        self._visited = set()
         for unit in self._held:
             unit.pins -= 1
         self._held = []

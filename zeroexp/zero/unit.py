@@ -28,6 +28,14 @@ class Flow(Enum):
     OWNED = "owned"
 
 
+class Call:
+    """One forward call of a unit's module; ``watched`` when its inputs will tell that its backward
+    is over."""
+
+    def __init__(self) -> None:
+        self.watched = False
+
+
 class UnitState:
     """Gathers, releases and reduces all segments of one unit together."""
 
@@ -42,6 +50,11 @@ class UnitState:
         """While positive the unit stays whole: somebody outside its own module uses it."""
         self.outstanding = 0
         """Forward calls whose backward has not finished."""
+        self.calls: list[Call] = []
+        """Forward calls that run now, the innermost last."""
+        self.open: set[Call] = set()
+        """Calls whose backward runs now."""
+        self._frozen = False
         self._gathers = 0
         self._expected = 0
         self._seen: set[tuple[int, int]] = set()
@@ -123,6 +136,7 @@ class UnitState:
         """A backward begins: count its gradients from zero."""
         self._expected = sum(p.requires_grad for s in self._trainable for p in s.params)
         self._seen = set()
+        self._frozen = self._expected < sum(len(s.params) for s in self.segments)
         for segment in self._trainable:
             segment.begin_window(divisor, divide_on_arrival)
 
@@ -135,6 +149,12 @@ class UnitState:
     def complete(self) -> bool:
         """Whether every parameter that wants a gradient got one in this backward."""
         return len(self._seen) >= self._expected
+
+    @property
+    def done_with_gradients(self) -> bool:
+        """Whether a complete unit is not read any more in this backward: not while a call of it is
+        open, and with frozen weights (which no gradient tells of) only its inputs know."""
+        return not (self.outstanding or self.open or self._frozen)
 
     def reduce(self) -> None:
         """Start to bring the gradients to their owners."""
