@@ -1,4 +1,5 @@
-"""``python -m benchmarks COMMAND``: measure, and turn committed results into docs/benchmarks.md."""
+"""``python -m benchmarks COMMAND``: measure, and turn committed results into docs/benchmarks.md and
+the table in README.md."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import peer_env, table
+from benchmarks import peer_env, readme, table
 from benchmarks.machine import ROOT, provenance
 from benchmarks.modes import MODES
 from benchmarks.training import Settings, compare
@@ -18,6 +19,7 @@ from benchmarks.work import WORKS
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
+README = ROOT / "README.md"
 
 
 def _say(line: str) -> None:
@@ -85,9 +87,10 @@ def main(argv: list[str] | None = None) -> None:
 
     commands.add_parser("peers", help="make the environment of the peers that need one")
 
-    page = commands.add_parser("table", help="write docs/benchmarks.md from the result files")
+    page = commands.add_parser("table", help="write docs/benchmarks.md and README's table")
     page.add_argument("--results", default=str(RESULTS))
     page.add_argument("--page", default=str(PAGE))
+    page.add_argument("--readme", default=str(README))
 
     arguments = parser.parse_args(argv)
     if arguments.command == "train":
@@ -111,6 +114,7 @@ def main(argv: list[str] | None = None) -> None:
         peer_env.make()
     elif arguments.command == "table":
         table.write(Path(arguments.results), Path(arguments.page))
+        readme.write(table.read(Path(arguments.results)), Path(arguments.readme))
 
 
 if __name__ == "__main__":

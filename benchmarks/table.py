@@ -194,8 +194,13 @@ def page(files: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines + target_section(targets.all_targets(works, plain)))
 
 
+def read(results: Path) -> list[dict[str, Any]]:
+    """Every result file of a folder, by name."""
+    return [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
+
+
 def write(results: Path, destination: Path) -> None:
     """Read every result file of a folder and write the page."""
-    files = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
+    files = read(results)
     destination.parent.mkdir(parents=True, exist_ok=True)
     destination.write_text(page(files))

@@ -23,7 +23,8 @@ from processes import CHECKOUT, environment
 
 from zeroexp.config import compose, is_multirun, parse_multirun
 
-pytestmark = pytest.mark.ranks
+# Seconds each; the limits are for machines that are busy with other things.
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 DOCS = CHECKOUT / "docs"
 PAGES = [CHECKOUT / "README.md", *sorted(DOCS.glob("*.md"))]
@@ -31,7 +32,7 @@ PAGES = [CHECKOUT / "README.md", *sorted(DOCS.glob("*.md"))]
 TESTED_ELSEWHERE = DOCS / "lightning.md"
 PROGRAMS = "make|python|zeroexp|torchrun|bash"
 FENCED_OR_INDENTED = rf"^```(\w*)\n((?s:.*?))^```$|((?:^    (?:{PROGRAMS}) .*\n)+)"
-LIMIT = 200.0
+LIMIT = 500.0
 
 #: Trains too long for a test, or needs what is not here: that it composes is checked in its place.
 NOT_RUN = {
