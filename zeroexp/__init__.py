@@ -11,7 +11,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from zeroexp.config import Config
-    from zeroexp.engine import Engine, initialize
+    from zeroexp.engine import Engine
+    from zeroexp.initialize import initialize
     from zeroexp.zero.gathered import gathered
     from zeroexp.zero.sharded_init import sharded_init
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _OWNERS = {
     "Config": "zeroexp.config",
     "Engine": "zeroexp.engine",
-    "initialize": "zeroexp.engine",
+    "initialize": "zeroexp.initialize",
     "gathered": "zeroexp.zero.gathered",
     "sharded_init": "zeroexp.zero.sharded_init",
 }

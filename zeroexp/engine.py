@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
@@ -20,11 +19,13 @@ from torch.optim import Optimizer
 from zeroexp.checkpoint import directory, full
 from zeroexp.comm import World
 from zeroexp.comm.pool import BufferPool
+from zeroexp.comm.ranks import with_ranks
 from zeroexp.config import Config
 from zeroexp.errors import ModelError, NonFiniteError, OptimizerError
 from zeroexp.layout import Layout
 from zeroexp.ledger import Ledger
 from zeroexp.optim.face import Face
+from zeroexp.optim.groups import group_numbers
 from zeroexp.placement import STAGES
 from zeroexp.precision import LossScale, Policy
 from zeroexp.zero.access import Guards, ModuleHook
@@ -66,7 +67,7 @@ class Engine:
         clip: float | str | None = "config",
     ) -> None:
         if not isinstance(config, Config):
-            config = Config.from_mapping(_with_ranks(config or {}))
+            config = Config.from_mapping(with_ranks(config or {}))
         self.config = config.resolved()
         self.module = module
         self.optimizers = _as_list(optimizers)
@@ -99,7 +100,7 @@ class Engine:
         )
         each = zero.reduce == "each" or (zero.reduce == "auto" and placement.grads.sharded)
         self._reduce_each = each
-        first_group, groups = _group_numbers(module, self.optimizers)
+        first_group, groups = group_numbers(module, self.optimizers)
         self.model = ShardedModel(module, groups, self._around, cut=zero.unit)
         root = next((u for u in self.model.units if u.name == ""), None)
         self._root = root
@@ -133,6 +134,7 @@ class Engine:
         self._window_scale: float | None = None
         self._agreements: dict[int, Agreement] = {}
         self._factors: dict[int, float] = {}
+        self._summed: set[int] = set()
         self.grad_norm: float | None = None
         """Global norm of the last gradients, unscaled, before clipping; ``None`` before the first
         boundary."""
@@ -313,8 +315,7 @@ class Engine:
         self._boundary = self._micro_steps >= self.accumulate if last is None else last
         parts = self.accumulate if self._divide_accumulation else 1
         self._in_backward = True
-        self._agreements.clear()
-        self._factors.clear()
+        self._reopen_gradients()
         reduce = self._reduce_each or self._boundary
         self.reducer.begin(
             reduce=reduce,
@@ -322,6 +323,21 @@ class Engine:
             divide_on_arrival=self._reduce_each or self.accumulate == 1,
         )
         self._unreduced = not reduce
+
+    @torch.no_grad()
+    def _reopen_gradients(self) -> None:
+        """More gradients will be added to those that were agreed upon: clipping decided so far is
+        applied to them now, and of what replicas have summed one replica keeps the sum."""
+        for stepper in self.steppers:
+            factor = self._factors.pop(id(stepper), 1.0)
+            if id(stepper) in self._summed and self.world.replicas.index:
+                factor = 0.0
+            if factor != 1.0:
+                for segment in stepper.segments:
+                    if segment.has_owned:
+                        segment.owned.mul_(factor) if factor else segment.owned.zero_()
+        self._agreements.clear()
+        self._summed.clear()
 
     def _end_backward(self) -> None:
         self._in_backward = False
@@ -391,7 +407,8 @@ class Engine:
         if agreement.late:  # gradients that arrived after their unit had been reduced, on some rank
             self.reducer.flush([self._trainable_units[i] for i in agreement.late])
             agreement = self._agree(stepper)
-        if self.world.replicas.size > 1:
+        if self.world.replicas.size > 1 and key not in self._summed:
+            self._summed.add(key)
             for segment in stepper.segments:
                 self.world.replicas.all_reduce(
                     segment.owned, tag=segment.tag, what="all-reduce over the replicas"
@@ -530,8 +547,10 @@ class Engine:
         mine = {s.tag for stepper in steppers for s in stepper.segments}
         for unit in self._trainable_units:
             unit.clear_gradients(mine)
-        self._agreements.clear()
-        self._factors.clear()
+        for stepper in steppers:
+            self._agreements.pop(id(stepper), None)
+            self._factors.pop(id(stepper), None)
+            self._summed.discard(id(stepper))
         self._loss_finite = True
         if not any(any(s.touched) for s in self.model.trainable_segments):
             self._window_scale = None
@@ -640,82 +659,5 @@ def _as_list(optimizers: Optimizer | Sequence[Optimizer] | None) -> list[Optimiz
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
 
-def _with_ranks(partial: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``partial`` with the ranks that exist, where it says nothing about them."""
-    trainer = dict(partial.get("trainer") or {})
-    if dist.is_initialized() and not {"devices", "num_nodes"} & set(trainer):
-        trainer["devices"] = dist.get_world_size()
-        return {**partial, "trainer": trainer}
-    return partial
-
-
 def _device_of(module: nn.Module) -> torch.device:
     return next((p.device for p in module.parameters()), torch.device("cpu"))
-
-
-def _group_numbers(
-    module: nn.Module, optimizers: Sequence[Optimizer]
-) -> tuple[list[int], dict[int, int]]:
-    """First group number of each optimizer, and ``id(parameter)`` to group number over all
-    optimizers.
-
-    Raises :class:`OptimizerError` for parameters of another model and for parameters in two groups.
-    """
-    names = {id(p): n for n, p in module.named_parameters()}
-    first, groups, number = [], {}, 0
-    for optimizer in optimizers:
-        first.append(number)
-        foreign = [
-            tuple(p.shape)
-            for g in optimizer.param_groups
-            for p in g["params"]
-            if id(p) not in names
-        ]
-        if foreign:
-            raise OptimizerError(
-                f"the optimizer holds {len(foreign)} parameter(s) that are not in the module, the "
-                "first of shape "
-                f"{foreign[0]}. Build the optimizer from the parameters of the module you pass to "
-                "zeroexp."
-            )
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if id(param) in groups:
-                    raise OptimizerError(
-                        f"parameter {names[id(param)]} is in two optimizer groups; keep it in one"
-                    )
-                groups[id(param)] = number
-            number += 1
-    if optimizers and not any(p.requires_grad for p in module.parameters()):
-        raise ModelError(
-            "the model has no trainable parameter: every requires_grad is False. "
-            "Unfreeze at least one."
-        )
-    return first, groups
-
-
-def initialize(
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    config: Config | Mapping[str, Any] | str | Path | None = None,
-    scheduler: Any = None,
-    loader: Any = None,
-) -> tuple[Engine, Optimizer, Any, Any]:
-    """The loop of DeepSpeed users without Lightning: ``engine, optimizer, loader, scheduler``.
-
-    ``config`` is a :class:`Config`, a mapping, or the path of a YAML or JSON file. Without
-    ``optimizer`` the ``optim`` section builds one; without ``scheduler`` the ``schedule`` section
-    does. :meth:`Engine.step` advances the scheduler.
-    """
-    from zeroexp.config import load
-    from zeroexp.optim import build, schedule
-
-    if isinstance(config, Mapping):
-        config = _with_ranks(config)
-    settings = config if isinstance(config, Config) else load(config or {})
-    chosen = optimizer or build(settings.optim, model.named_parameters())
-    engine = Engine(model, chosen, settings)
-    if scheduler is None:
-        scheduler = schedule(settings.schedule, chosen, settings.trainer.max_steps)
-    engine.scheduler = scheduler
-    return engine, chosen, loader, scheduler
