@@ -27,8 +27,7 @@ def refuse_unsupported(trainer: Any, ns: Namespace) -> None:
         if isinstance(callback, ns.ModelPruning):
             raise ModelError(
                 f"{type(callback).__name__} replaces parameters of the model, which ZeroStrategy"
-                " cannot follow:"
-                " prune before fit (torch.nn.utils.prune) and remove the callback"
+                " cannot follow: prune before fit (torch.nn.utils.prune) and remove the callback"
             )
 
 
@@ -58,10 +57,8 @@ def adapt(trainer: Any, whole: Whole, exact: bool, ns: Namespace) -> list[Any]:
         if not exact:
             raise ModelError(
                 f"{type(callback).__name__} swaps parameters in and out, and with this precision"
-                " they are rounded"
-                " copies of the fp32 master weights: every swap would lose bits. Train with"
-                " precision='32-true',"
-                " or average checkpoints afterwards"
+                " they are rounded copies of the fp32 master weights: every swap would lose bits."
+                " Train with precision='32-true', or average checkpoints afterwards"
             )
         stochastic = isinstance(callback, ns.StochasticWeightAveraging)
         adapted.append(callback)

@@ -75,8 +75,8 @@ def read(path: str | PathLike[str], weights_only: bool | None, ns: Namespace) ->
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{file} holds objects that are more than data: {_blocked(error)}. If you trust the"
-            " file, pass"
-            " weights_only=False to fit (or validate, test, predict)."
+            " file, pass weights_only=False to fit (or validate, test, predict), or allow the"
+            " classes with torch.serialization.add_safe_globals."
         ) from error
 
 
@@ -101,6 +101,19 @@ def _blocked(error: Exception) -> str:
 def is_whole(module: nn.Module) -> bool:
     """Whether every parameter is an ordinary tensor that can be copied into."""
     return all(not p.is_meta and not _is_placeholder(p) for p in module.parameters())
+
+
+def is_lost(module: nn.Module) -> bool:
+    """Whether a parameter is the placeholder that a failed run left behind.
+
+    A module that is born sharded has placeholders as well, but its table of parameters is one that
+    knows where they are.
+    """
+    return any(
+        type(part._parameters) is dict and parameter is not None and _is_placeholder(parameter)
+        for part in module.modules()
+        for parameter in part._parameters.values()
+    )
 
 
 def _is_placeholder(parameter: Tensor) -> bool:

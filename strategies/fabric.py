@@ -58,8 +58,7 @@ class FabricFormats(Formats):
 
 
 class FabricBehaviour(Ranks):
-    """ZeRO stages 0-3 for Lightning Fabric. Arguments as for
-    :class:`zeroexp.strategies.ZeroStrategy`.
+    """ZeRO stages 0-3 for Lightning Fabric; the arguments are those of ``ZeroStrategy``.
 
     ``precision`` is Fabric's name for ``precision_plugin``.
     """
@@ -163,8 +162,8 @@ class FabricBehaviour(Ranks):
 
     def setup_optimizer(self, optimizer: Any) -> Any:
         raise OptimizerError(
-            "ZeroFabricStrategy needs a model and its optimizers together:"
-            " model, optimizer = fabric.setup(model, optimizer)"
+            "ZeroFabricStrategy needs a model and its optimizers together: model, optimizer ="
+            " fabric.setup(model, optimizer)"
         )
 
     def setup_module_and_optimizers(
@@ -177,9 +176,8 @@ class FabricBehaviour(Ranks):
 
         if self.optimization.is_set_up and self.engine.module is not module:
             raise ModelError(
-                "ZeroFabricStrategy has one model at a time; this Fabric object has set up"
-                " another one."
-                " Use a second Fabric object, or put both into one module."
+                "ZeroFabricStrategy has one model at a time; this Fabric object has set up another"
+                " one. Use a second Fabric object, or put both into one module."
             )
         self._leave()
         refuse_closures(optimizers or [])
@@ -272,8 +270,7 @@ class FabricBehaviour(Ranks):
         storage_options: Any | None = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """One file with whole tensors, written by rank 0; the engine's loss scale and counters are
-        in it too."""
+        """One file with whole tensors, loss scale and counters, written by rank 0."""
         path = self.broadcast(path)
         whole = self._convert_stateful_objects_in_state(state, filter=filter or {})  # type: ignore[attr-defined]
         whole[_SCALARS] = self.optimization.scalar_state()
@@ -305,8 +302,8 @@ class FabricBehaviour(Ranks):
         missing = [key for key in state if key not in found]
         if strict and missing:
             raise CheckpointError(
-                f"{path} has no {missing[0]!r}; it has {', '.join(map(repr, found))}."
-                " strict=False skips it."
+                f"{path} has no {missing[0]!r}; it has {', '.join(map(repr, found))}. strict=False"
+                " skips it."
             )
         for key, value in list(state.items()):
             if key in found:

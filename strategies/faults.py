@@ -68,8 +68,7 @@ class Sigterm:
         self._sum: PendingSum | None = None
 
     def install(self) -> None:
-        """Take over from Lightning's handler, if it is there (main thread only, not under
-        Slurm)."""
+        """Take over from Lightning's handler (in the main thread, and not under Slurm)."""
         current = signal.getsignal(signal.SIGTERM)
         if threading.current_thread() is not threading.main_thread():
             return
@@ -100,8 +99,7 @@ class Sigterm:
         return handle
 
     def stop_if_agreed(self, group: SideGroup) -> None:
-        """Raise Lightning's ``SIGTERMException`` (exit code 143) on every rank if any was told to
-        stop.
+        """Raise ``SIGTERMException`` (exit code 143) on every rank if any was told to stop.
 
         The ranks' flags of one batch are summed while that batch runs and looked at before the
         next one, so nobody waits for it.

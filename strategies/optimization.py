@@ -22,8 +22,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def refuse_closures(optimizers: Sequence[Any]) -> None:
-    """Raise :class:`OptimizerError` for an optimizer that calls the loss several times in a
-    step."""
+    """Raise :class:`OptimizerError` where a step evaluates the loss several times."""
     for optimizer in optimizers:
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
@@ -42,8 +41,7 @@ def refuse_compiled(module: nn.Module) -> None:
         if part._compiled_call_impl is not None:
             raise ModelError(
                 f"{name or 'the model'} was compiled with .compile(), which puts the hooks that"
-                " gather and release"
-                " parameters into the graph. Compile its forward:"
+                " gather and release parameters into the graph. Compile its forward:"
                 f" `module.{name}.forward = torch.compile(module.{name}.forward)`."
             )
 
@@ -150,9 +148,8 @@ class Optimization:
             del loss.backward
         if not ran:
             raise ModelError(
-                "LightningModule.backward did not call backward() on the loss it was given;"
-                " without that the"
-                " gradients are neither scaled nor reduced"
+                "LightningModule.backward did not call backward() on the loss it was given; without"
+                " that the gradients are neither scaled nor reduced"
             )
 
     # ------------------------------------------------------------------ boundary
@@ -177,10 +174,9 @@ class Optimization:
         if overridden and self._clips == before and not self._warned:
             self._warned = True
             warnings.warn(
-                "configure_gradient_clipping did not call self.clip_gradients(...). Gradients"
-                " live in the engine"
-                " (p.grad is None), so torch.nn.utils.clip_grad_norm_ and clip_grad_value_ have"
-                " no effect here.",
+                "configure_gradient_clipping did not call self.clip_gradients(...). Gradients live"
+                " in the engine (p.grad is None), so torch.nn.utils.clip_grad_norm_ and"
+                " clip_grad_value_ have no effect here.",
                 stacklevel=2,
             )
 

@@ -139,8 +139,7 @@ def _cast(dtype: torch.dtype) -> Any:
 
 
 def refuse_unsupported(module: nn.Module) -> None:
-    """Raise :class:`ModelError` for modules that cannot compute with low weights and fp32
-    buffers."""
+    """Raise :class:`ModelError` for modules that need weights and buffers in one dtype."""
     for name, owner in module.named_modules():
         if not isinstance(
             owner, (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
@@ -148,11 +147,10 @@ def refuse_unsupported(module: nn.Module) -> None:
             continue
         if owner.affine and owner.running_mean is not None:
             raise ModelError(
-                f"{name} is a {type(owner).__name__}: its running statistics stay in fp32 and"
-                " its weights are in"
-                " the compute dtype, which torch does not multiply. Use precision='32-true' (or"
-                " 'bf16-true', with"
-                " low statistics), or a LayerNorm, GroupNorm or RMSNorm."
+                f"{name} is a {type(owner).__name__}: its running statistics stay in fp32 and its"
+                " weights are in the compute dtype, which torch does not multiply. Use"
+                " precision='32-true' (or 'bf16-true', with low statistics), or a LayerNorm,"
+                " GroupNorm or RMSNorm."
             )
 
 
@@ -186,8 +184,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class Formats:
-    """What the Trainer's and Fabric's precision plugins share: dtypes of modules, inputs and
-    contexts."""
+    """What both precision plugins share: dtypes of modules, of inputs, and in contexts."""
 
     precision: str
 
@@ -207,8 +204,7 @@ class Formats:
         return self.precision == "32-true"
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Buffers and parameters in the dtype of a ``true`` precision; ``mixed`` leaves buffers as
-        they are."""
+        """Everything in the dtype of a ``true`` precision; ``mixed`` leaves buffers alone."""
         return module if self.is_mixed or self.is_plain else module.to(self.compute)
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
@@ -232,8 +228,7 @@ class Formats:
         return apply_to_collection(data, dtype=Tensor, function=_cast(self.compute))
 
     def convert_output(self, data: Any) -> Any:
-        """Floating outputs of a model in the default dtype, so that a loss outside it is not
-        low."""
+        """Floating outputs in the default dtype, so that a loss made of them is not low."""
         if self.is_plain:
             return data
         return apply_to_collection(data, dtype=Tensor, function=_cast(torch.get_default_dtype()))

@@ -55,8 +55,7 @@ class Ranks:
     # ------------------------------------------------------------------ where this process is
     @property
     def is_distributed(self) -> bool:
-        """Lightning asks strategies that are not its own; without it there is no distributed
-        sampler."""
+        """Lightning asks foreign strategies; without it there is no distributed sampler."""
         return True
 
     @property
@@ -79,8 +78,7 @@ class Ranks:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that read different data. All of them, as long as there is nothing but data
-        parallelism."""
+        """Ranks that read different data: all, while there is only data parallelism."""
         return self._num_nodes * self.num_processes
 
     @property
@@ -126,8 +124,8 @@ class Ranks:
                     [
                         Problem(
                             "start_method",
-                            "popen re-runs the command line, which under hydra -m starts the"
-                            " whole sweep again.",
+                            "popen re-runs the command line, which under hydra -m starts the whole"
+                            " sweep again.",
                             "Use ZeroStrategy(start_method='spawn'), or start the ranks with"
                             " torchrun.",
                         )
@@ -145,8 +143,7 @@ class Ranks:
         )
 
     def start_process_group(self) -> None:
-        """Join the process group, or check the one that exists. Called again before every stage of
-        a run.
+        """Join the process group, or check the one that exists (before every stage of a run).
 
         Raises :class:`ZeroexpError` when the group that exists is not the one this run needs.
         """
@@ -164,12 +161,9 @@ class Ranks:
         if dist.is_initialized() and dist.get_world_size() != size:
             raise ZeroexpError(
                 f"a process group of {dist.get_world_size()} ranks exists, and this run is for"
-                f" {size}"
-                f" ({self.num_processes} devices x {self._num_nodes} nodes). An earlier run in"
-                " this process made"
-                " it: end it with torch.distributed.destroy_process_group(), or start this run"
-                " in a process"
-                " of its own."
+                f" {size} ({self.num_processes} devices x {self._num_nodes} nodes). An earlier run"
+                " in this process made it: end it with torch.distributed.destroy_process_group(),"
+                " or start this run in a process of its own."
             )
         world = dist.group.WORLD if dist.is_initialized() else None
         if self._side is None or self._world is not world:

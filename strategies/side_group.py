@@ -31,8 +31,7 @@ _OPS: dict[str, Any] = {
 
 
 def _operation(op: Any) -> tuple[Any, bool]:
-    """The torch operation for Lightning's name of it, and whether to divide by the number of
-    ranks."""
+    """The torch operation for Lightning's name of it, and whether to divide by the ranks."""
     if op is None:
         return dist.ReduceOp.SUM, False
     if isinstance(op, str):
@@ -90,8 +89,7 @@ class SideGroup:
             ) from error
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for every rank; on a deadline the error of rank 0 names the ranks that are
-        missing."""
+        """Wait for every rank. At the deadline rank 0's error names those that are missing."""
         if self.size == 1:
             return
         limit = datetime.timedelta(seconds=self.timeout)
@@ -137,8 +135,7 @@ class SideGroup:
         return (result.bool() if as_bool else result).to(tensor.device)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The tensors of all ranks stacked: ``(ranks, *tensor.shape)``; the tensor itself at one
-        rank.
+        """The tensors of all ranks, ``(ranks, *tensor.shape)``; at one rank the tensor itself.
 
         With ``sync_grads`` the result is differentiable.
         """

@@ -75,8 +75,7 @@ class State:
         if len(states) != len(self.optimizers):
             raise CheckpointError(
                 f"the checkpoint holds the state of {len(states)} optimizers, and"
-                " configure_optimizers returned"
-                f" {len(self.optimizers)}"
+                f" configure_optimizers returned {len(self.optimizers)}"
             )
         self.follow_optimizers()
         for optimizer, state in zip(self.optimizers, states, strict=True):
@@ -113,8 +112,7 @@ class State:
         filepath: str | PathLike[str],
         storage_options: Any | None = None,
     ) -> None:
-        """Write on rank 0. A failure there is raised on every rank, so that none waits for the
-        file."""
+        """Write on rank 0. A failure there is raised on every rank, so that none waits."""
         path = self.broadcast(filepath)
         problem = None
         if self.is_global_zero:
@@ -126,8 +124,7 @@ class State:
             raise CheckpointError(f"rank 0 could not write {path}: {problem}")
 
     def _meet_after_exception(self) -> None:
-        """Callbacks may save because of an exception; where a rank does not come, raise that
-        exception again."""
+        """After an exception, save only if every rank does; else raise the exception again."""
         trainer = self.lightning_module._trainer
         if trainer is None or trainer.state.status != self.ns.TrainerStatus.INTERRUPTED:
             return
@@ -136,8 +133,7 @@ class State:
         cause = sys.exc_info()[1]
         text = (
             "no checkpoint is saved: it is gathered from all ranks, and after the exception not"
-            " every rank came"
-            f" within {self._meeting.seconds:g} s"
+            f" every rank came within {self._meeting.seconds:g} s"
         )
         if cause is None:
             raise CheckpointError(text)
@@ -154,6 +150,5 @@ def _check_some_match(state: Mapping[str, Any], module: Any, strict: bool) -> No
         first, ours = next(iter(state)), sorted(names)[0]
         raise CheckpointError(
             f"no name in the checkpoint (first: {first!r}) is a name in the model (first:"
-            f" {ours!r}); with"
-            " strict=False nothing would have been loaded"
+            f" {ours!r}); with strict=False nothing would have been loaded"
         )

@@ -98,9 +98,8 @@ class Steps:
         if self.config.zero.stage == 3 and fewest != most:
             raise ModelError(
                 f"the ranks have different numbers of batches to evaluate: {fewest} at least,"
-                f" {most}"
-                " at most (by dataloader). At stage 3 every batch needs every rank: give each rank"
-                " as many, as Lightning's distributed sampler does."
+                f" {most} at most (by dataloader). At stage 3 every batch needs every rank: give"
+                " each rank as many, as Lightning's distributed sampler does."
             )
 
     # ------------------------------------------------------------------ between batches

@@ -23,6 +23,7 @@ import torch
 from zeroexp.config import Config
 from zeroexp.errors import ModelError, OptimizerError
 from zeroexp.strategies import callbacks, schedulers
+from zeroexp.strategies import checkpoint as files
 from zeroexp.strategies.compat import Namespace, namespace
 from zeroexp.strategies.devices import move
 from zeroexp.strategies.faults import Meeting, Sigterm
@@ -140,8 +141,7 @@ class ZeroBehaviour(Ranks, Steps, State):
         return self.optimization.engine
 
     def step_applied(self, optimizer: Any) -> bool:
-        """Whether the last step of ``optimizer`` was applied, not skipped for a non-finite
-        gradient.
+        """Whether the last step of ``optimizer`` was applied (a non-finite one is skipped).
 
         For manual optimization, where ``training_step`` decides whether a scheduler advances.
         """
@@ -149,8 +149,7 @@ class ZeroBehaviour(Ranks, Steps, State):
 
     @contextmanager
     def full_gradients(self) -> Iterator[None]:
-        """Inside, ``p.grad`` is each parameter's whole, unscaled gradient, the same on all ranks
-        (a collective).
+        """Inside, ``p.grad`` is the whole, unscaled gradient on every rank (a collective).
 
         For code that reads gradients, such as ``lightning.pytorch.utilities.grad_norm`` in
         ``on_before_optimizer_step``. Changing them changes nothing. Memory: one model in the
@@ -194,10 +193,9 @@ class ZeroBehaviour(Ranks, Steps, State):
         if getattr(module, "_compiler_ctx", None) is not None:
             raise ModelError(
                 "torch.compile(LightningModule) does not work with ZeroStrategy: the graph would"
-                " hold the hooks that"
-                " gather and release parameters. Compile the forward of inner modules instead,"
-                " for instance"
-                " `for block in self.blocks: block.forward = torch.compile(block.forward)`."
+                " hold the hooks that gather and release parameters. Compile the forward of inner"
+                " modules instead, for instance `for block in self.blocks: block.forward ="
+                " torch.compile(block.forward)`."
             )
         self.__dict__["_module"] = module
 
@@ -222,6 +220,11 @@ class ZeroBehaviour(Ranks, Steps, State):
         callbacks.refuse_unsupported(trainer, self.ns)
         self.evaluate_under_no_grad(trainer)
         self._leave(gather=True)  # a run that ended without teardown
+        if self._late_state is None and files.is_lost(self.model):
+            raise ModelError(
+                "an earlier run of this module failed while its parameters were spread over the"
+                " ranks, and they are gone: build the module again, or pass ckpt_path"
+            )
         plugin = self.precision_plugin
         self.config = self.config_here(plugin.config)
         plugin.set_formats(self.config, self.root_device.type)
@@ -263,8 +266,7 @@ class ZeroBehaviour(Ranks, Steps, State):
         )
 
     def follow_optimizers(self) -> None:
-        """Build the engine anew, with the state it had, where a callback has added parameter
-        groups.
+        """Build the engine anew, with its state, where a callback added parameter groups.
 
         Lightning's finetuning callbacks do so between epochs. Every rank comes here at the same
         batch.
@@ -310,8 +312,7 @@ class ZeroBehaviour(Ranks, Steps, State):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Around ``configure_model``: the precision's default dtype; on the meta device with
-        ``empty_init``."""
+        """Around ``configure_model``: default dtype, and the meta device with ``empty_init``."""
         with ExitStack() as stack:
             if empty_init:
                 stack.enter_context(torch.device("meta"))
@@ -320,8 +321,7 @@ class ZeroBehaviour(Ranks, Steps, State):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Around ``configure_model``: at stage 3 the parameters are born sharded, block by
-        block."""
+        """Around ``configure_model``: at stage 3 parameters are born sharded, block by block."""
         if self.asked.zero.stage < 3:
             yield
             return

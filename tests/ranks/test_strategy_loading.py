@@ -3,6 +3,7 @@ sharded."""
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,12 @@ class Pickled(Net):
         self.save_hyperparameters()
 
 
+needs_weights_only = pytest.mark.skipif(
+    "weights_only" not in inspect.signature(pl.Trainer.fit).parameters,
+    reason="this Lightning has no weights_only",
+)
+
+
 def hydra_settings() -> Any:
     from omegaconf import OmegaConf
 
@@ -87,6 +94,7 @@ def resume_configured(weights_only: bool | None) -> Any:
     return run.global_step, again.hparams["settings"]["b"]["d"]
 
 
+@needs_weights_only
 @pytest.mark.parametrize("weights_only", [None, True, False])
 def test_hydra_hyper_parameters_are_loaded_without_pickle(
     ranks: Any, weights_only: bool | None
@@ -101,6 +109,7 @@ def resume_pickled(weights_only: bool | None) -> int:
     return int(run.global_step)
 
 
+@needs_weights_only
 def test_other_objects_need_weights_only_false(ranks: Any) -> None:
     with pytest.raises(Exception, match=r"more than data: .*Opaque.*weights_only=False"):
         ranks(2)(resume_pickled, None)
@@ -302,3 +311,44 @@ def test_configure_model_builds_sharded_and_loads(ranks: Any, stage: int) -> Non
         assert (born > 0) == (stage == 3)
         assert away == 0.0
         assert loss == pytest.approx(0.0, abs=1e-7)
+
+
+# --------------------------------------------------------------------------------- after a failure
+
+
+class Fails(Net):
+    fails = True
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.fails and batch_idx == 1:
+            raise ValueError("boom")
+        return super().training_step(batch, batch_idx)
+
+
+def after_failure(stage: int) -> Any:
+    folder = shared_folder("failed")
+    path = fit_and_save(zero(stage=stage), Net(), folder)
+    net = Fails()
+    with pytest.raises(ValueError, match="boom"):
+        trainer(zero(stage=stage)).fit(net, loader(3))
+    net.fails = False
+    try:
+        trainer(zero(stage=stage)).fit(net, loader(3))
+    except Exception as error:
+        said = str(error)
+    else:
+        said = "trained"
+    trainer(zero(stage=stage), max_epochs=2).fit(net, loader(3), ckpt_path=path)
+    whole = Net()
+    trainer(zero(stage=stage), max_epochs=2).fit(whole, loader(3))
+    return said, distance(values(net), values(whole))
+
+
+def test_parameters_that_a_failure_scattered_are_not_trained_on(ranks: Any) -> None:
+    """No collective runs after an exception, so at stage 3 nothing is whole; a checkpoint heals
+    it."""
+    for said, away in ranks(2)(after_failure, 3):
+        assert "they are gone: build the module again, or pass ckpt_path" in said
+        assert away == 0.0
+    for said, _ in ranks(2)(after_failure, 2):
+        assert said == "trained"

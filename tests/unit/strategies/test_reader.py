@@ -55,6 +55,19 @@ def test_nothing_runs_while_a_checkpoint_is_read(tmp_path: Path) -> None:
         checkpoint.read(path, False, NS)
 
 
+class Allowed:
+    """A class that its owner declares safe."""
+
+
+def test_classes_that_were_declared_safe_are_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "allowed.ckpt"
+    torch.save({"hyper_parameters": Allowed()}, path)
+    with pytest.raises(CheckpointError, match="add_safe_globals"):
+        checkpoint.read(path, None, NS)
+    with torch.serialization.safe_globals([Allowed]):
+        assert isinstance(checkpoint.read(path, None, NS)["hyper_parameters"], Allowed)
+
+
 def test_a_directory_and_a_missing_file_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is a directory"):
         checkpoint.read(tmp_path, None, NS)
