@@ -24,19 +24,19 @@ class Plain:
         self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], accumulate: int
     ) -> None:
         self.module, self.optimizers, self.accumulate = module, optimizers, accumulate
-        self._micro = 0
+        self._micro, self._due = 0, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, **kwargs: bool) -> None:
-        self._micro += 1
+        self._micro = 1 if self._due else self._micro + 1
+        self._due = self._micro >= self.accumulate
         (loss / self.accumulate).backward(**kwargs)
 
     def step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        if self._micro < self.accumulate:
+        if not self._due:
             return
-        self._micro = 0
         for one in self.optimizers if optimizer is None else [optimizer]:
             one.step()
             one.zero_grad()
