@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,9 @@ zeroexp: experiments with models that do not fit
   --sweep-dir DIR    put the sweep there; started again, it skips the runs that are done
   --fail-fast        end the sweep with the first run that fails
 """
+
+
+_LET_RANK_0_SPEAK_SECONDS = 10.0
 
 
 class UsageError(ZeroexpError):
@@ -178,8 +182,12 @@ def _complain(error: Exception) -> None:
     from zeroexp.run.environment import is_rank
 
     is_alike = getattr(error, "exit_code", 2) == 2
-    if not (is_alike and is_rank(os.environ) and os.environ["RANK"] != "0"):
-        print(f"zeroexp: {error}", file=sys.stderr)
+    if is_alike and is_rank(os.environ) and os.environ["RANK"] != "0":
+        # The launcher ends all ranks when the first one does; that is to be rank 0, once it has
+        # spoken.
+        time.sleep(_LET_RANK_0_SPEAK_SECONDS)
+    else:
+        print(f"zeroexp: {error}", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
