@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _DIRECTORY = "zeroexp/run"
+_LET_RANK_0_SPEAK_SECONDS = 10.0
 
 
 def run_external(composed: Composed, argv: Sequence[str], *, quiet: bool = False) -> int:
@@ -50,6 +51,7 @@ def run_external(composed: Composed, argv: Sequence[str], *, quiet: bool = False
     start = _announce(store, composed, argv) if rank == 0 else None
     told = json.loads(store.get(_DIRECTORY))
     if told["path"] is None:
+        time.sleep(_LET_RANK_0_SPEAK_SECONDS)  # the launcher ends this rank when rank 0 has ended
         return int(told["exit_code"])
     directory = RunDirectory(Path(told["path"]))
     checkpoint = Path(told["checkpoint"]) if told["checkpoint"] else None

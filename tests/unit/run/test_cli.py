@@ -1,0 +1,86 @@
+"""The command line without runs: flags, commands, exit codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zeroexp import __version__
+from zeroexp.cli import COMMANDS, UsageError, main, read_flags
+
+
+def test_flags_are_taken_out_and_the_rest_is_left_in_order() -> None:
+    flags = read_flags(["a=1", "-q", "-m", "--sweep-dir", "x", "b=2", "--fail-fast", "--odd"])
+    assert flags.quiet and flags.fail_fast and flags.sweep_dir == Path("x") and not flags.help
+    assert flags.rest == ["a=1", "-m", "b=2", "--odd"]
+    assert read_flags(["--sweep-dir=y/z"]).sweep_dir == Path("y/z")
+    with pytest.raises(UsageError, match="no directory"):
+        read_flags(["--sweep-dir"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["convert", "x"], "arrives with sharded checkpoints"),
+        (["--fail-fast", "zero=stage0"], "add -m"),
+        (["report", "nowhere"], "there is no nowhere"),
+        (["explain", "zero.stgae"], "zero.stage"),
+        (["zero.stgae=1"], "zero.stage"),
+        (["sweep=no_such"], "no_such"),
+        (["plan", "trainer.devices=7"], "data.batch_size"),
+    ],
+)
+def test_what_is_wrong_is_one_message_and_exit_code_2(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("zeroexp: ") and said in err
+
+
+def test_sweeps_inside_ranks_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert main(["-m", "zero=stage0,stage1"]) == 2
+    assert "cannot run inside rank 0" in capsys.readouterr().err
+
+
+def test_plan_prints_bytes_and_says_with_its_exit_code_whether_it_fits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["zero=stage3", "trainer.devices=2", "trainer.accelerator=cpu", "precision=fp32"]
+    assert main(["plan", *words]) == 0
+    page = capsys.readouterr().out
+    assert "820,352 parameters" in page and "all-gather" in page
+    huge = ["model.dim=65536", "model.layers=100", "model.heads=64", "trainer.accelerator=cpu"]
+    assert main(["plan", *huge]) == 1
+    assert "TiB" in capsys.readouterr().out
+
+
+def test_explain_says_what_a_key_is_and_where_its_value_comes_from(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["explain", "zero.stage", "zero=stage2"]) == 0
+    assert "conf/zero/stage2.yaml" in capsys.readouterr().out
+    assert main(["explain"]) == 0
+    assert "optim" in capsys.readouterr().out
+
+
+def test_help_names_every_command_that_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    page = capsys.readouterr().out
+    for command in set(COMMANDS) - {"train", "sweep", "convert"}:
+        assert f"zeroexp {command}" in page
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"zeroexp {__version__}\n"
+
+
+def test_doctor_names_what_is_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    page = capsys.readouterr().out
+    for line in ("python", "torch", "torch threads", "ops", "precision=auto", "memory", "/dev/shm"):
+        assert any(row.startswith(line) for row in page.splitlines()), line
