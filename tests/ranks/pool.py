@@ -2,8 +2,8 @@
 
 A :class:`Pool` keeps one worker process per rank for the whole pytest session. Each call gets a
 process group of its own (a fresh part of the store, destroyed afterwards) and a deadline. A worker
-that misses the deadline, dies or leaves its peers stuck is killed and replaced before the next
-call, so that one bad test cannot spoil another.
+that misses the deadline, dies or leaves its peers stuck is killed, and all workers of a call that
+failed are replaced before the next one, so that one bad test cannot spoil another.
 
 The function is named, not pickled: workers import its module by name or file, so it has to live at
 module level. Arguments and results travel as pickles over a pipe, prints go to one log file per
@@ -50,7 +50,9 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 """One server process imports what every worker needs and forks them off: a new worker costs
 milliseconds. It never runs anything itself, so there are no threads or groups to inherit."""
 
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "pytest"])
+_CONTEXT.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch._dynamo", "pytest", "zeroexp.engine"]
+)
 
 
 @contextlib.contextmanager
@@ -230,7 +232,8 @@ class Pool:
 
     def _drop(self, worker: Worker) -> None:
         worker.kill()
-        self._workers.pop(worker.slot, None)
+        if self._workers.get(worker.slot) is worker:
+            del self._workers[worker.slot]
 
     def run(
         self,
@@ -260,6 +263,8 @@ class Pool:
         results, failures = self._collect(workers, started + timeout, timeout)
         output = [worker.printed() for worker in workers]
         if failures:
+            for worker in workers:
+                self._drop(worker)
             # A death is never the consequence of a peer's failure, and its moment is known only
             # roughly: it comes first.
             failures.sort(key=lambda failure: (failure.kind != "died", failure.at))
@@ -338,7 +343,7 @@ def _group(rank: int, num_ranks: int, store: tuple[int, str], timeout: float) ->
     torch.manual_seed(0)
     random.seed(0)
     port, prefix = store
-    patience = datetime.timedelta(seconds=timeout)
+    patience = datetime.timedelta(seconds=timeout + 60)  # the pool's own deadline comes first
     meeting = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=patience)
     dist.init_process_group(
         "gloo",
@@ -347,6 +352,7 @@ def _group(rank: int, num_ranks: int, store: tuple[int, str], timeout: float) ->
         world_size=num_ranks,
         timeout=patience,
     )
+    dist.barrier()  # or a quick rank could be gone before a slow one has connected to it
     try:
         with warnings.catch_warnings():
             yield

@@ -56,4 +56,4 @@ def test_op10_saving_on_one_rank_ends_with_an_error(ranks, stage, tmp_path):
     found = ranks(2)(save_alone, stage, str(tmp_path / "c"), timeout=40)
     assert all(took < 30 for _, took in found)
     assert all(error[0] in ("CollectiveTimeout", "RankMismatch") for error, _ in found), found
-    assert "every rank" in found[0][0][1].lower()
+    assert any("every rank" in error[1].lower() for error, _ in found)

@@ -98,8 +98,8 @@ def test_each_call_has_a_group_of_its_own(ranks):
 def test_a_hanging_rank_fails_in_time_with_its_stack_and_the_pool_recovers(ranks, rank):
     started = time.monotonic()
     with pytest.raises(RankError) as caught:
-        ranks(2)(hang_on, rank, timeout=2)
-    assert time.monotonic() - started < 30
+        ranks(2)(hang_on, rank, timeout=4)
+    assert time.monotonic() - started < 60
     assert caught.value.rank == rank and caught.value.kind == "timeout"
     assert "hang_on" in str(caught.value)
     assert ranks(2)(total, 1.0) == [3.0, 3.0]
