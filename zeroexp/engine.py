@@ -117,6 +117,7 @@ class Engine:
             self.steppers.append(
                 Stepper(self._bind(optimizer), self.model.trainable_segments, first, self._around)
             )
+        self._take_over_optimizer_state()
         scale = self.config.precision.loss_scale
         self.scale = LossScale(
             scale, dynamic=scale.mode == "dynamic", active=scale.mode in ("dynamic", "static")
@@ -156,6 +157,19 @@ class Engine:
             on_step=lambda: this.step(optimizer),
             on_zero_grad=lambda: this.zero_grad(optimizer),
         )
+
+    def _take_over_optimizer_state(self) -> None:
+        """State that the optimizers of rank 0 have already (loaded from a torch checkpoint, or of
+        an earlier engine's) goes on; what is in other ranks' optimizers is not used."""
+        for stepper in self.steppers:
+            optimizer = stepper.optimizer
+            given = self.world.control.exchange(
+                torch.tensor([len(optimizer.state)]), "take-over of optimizer state"
+            )
+            if given[0].item():
+                whole = type(optimizer).state_dict(optimizer) if self.rank == 0 else {}
+                full.load_optimizer_state(self.model, stepper, whole)
+            optimizer.state.clear()
 
     def _attach(self) -> None:
         root_module = self.module

@@ -17,6 +17,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroexp.errors import OptimizerError
+
 State = MutableMapping[Tensor, dict[str, Any]]
 """Optimizer state by the tensor that is stepped."""
 
@@ -25,7 +27,7 @@ class Face:
     """Binds one optimizer to an engine.
 
     ``on_step`` and ``on_zero_grad`` replace the optimizer's own methods, so that user code which
-    calls them directly reaches the engine.
+    calls them directly reaches the engine. Its ``state_dict`` is refused: it would be empty.
     """
 
     def __init__(
@@ -52,6 +54,17 @@ class Face:
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise OptimizerError(
+                "this optimizer's own state_dict() and load_state_dict() know nothing of its "
+                "state, which lies sharded in a zeroexp engine. Call "
+                "engine.optimizer_state_dict(optimizer) and "
+                "engine.load_optimizer_state_dict(optimizer, state) on every rank."
+            )
+
+        optimizer.state_dict = refuse  # type: ignore[method-assign]
+        optimizer.load_state_dict = refuse  # type: ignore[method-assign]
+
     def step(self, groups: Sequence[Sequence[Tensor]]) -> None:
         """Step the tensors of ``groups`` (one list per parameter group), which carry their
         gradients."""
@@ -73,6 +86,6 @@ class Face:
 
     def unbind(self) -> None:
         """Give the optimizer its own methods back."""
-        for name in ("step", "zero_grad"):
+        for name in ("step", "zero_grad", "state_dict", "load_state_dict"):
             with suppress(AttributeError):
                 delattr(self.optimizer, name)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MethodType
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -87,7 +88,13 @@ class GuardedParameters(dict[str, Any]):
         return self._plain_copy(memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (self._plain_copy(),)
+        twins = self.guards.twins  # a pickler keeps what it has pickled until it is done
+        memo = {key: twin for key, twin in twins.items()}
+        table = self._plain_copy(memo)
+        for name, param in dict.items(self):
+            if param is not None:
+                twins[id(param)] = table[name]
+        return dict, (table,)
 
 
 @contextmanager
@@ -182,6 +189,8 @@ class Guards:
         self._modules: list[nn.Module] = []
         self._handles: list[RemovableHandle] = []
         self._on_remove = on_remove
+        self.twins: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
+        """Copies by ``id(parameter)`` while they are being pickled: tied weights are one copy."""
 
     def install(self, module: nn.Module, owners: Mapping[str, Owner]) -> None:
         """Guard the direct parameters of ``module`` named in ``owners``."""

@@ -42,6 +42,7 @@ class ShardedModel:
         self._groups = dict(groups)
         self._num_tags = 0
         self._take_over()
+        self._share_buffers()
         self._frozen = self._find_frozen()
         for guard in guards:
             guard.remove()
@@ -80,6 +81,12 @@ class ShardedModel:
                     "zeroexp.sharded_init(config), which needs no more memory."
                 )
             group = groups.get(id(param), -1)
+            if param.is_complex() and group >= 0:
+                raise ModelError(
+                    f"parameter {name} is complex ({param.dtype}), and gradients here are real. "
+                    "Make it a real parameter with a last dimension of 2 and use "
+                    "torch.view_as_complex(parameter) in forward()."
+                )
             specs.append(
                 ParamSpec(
                     name,
@@ -124,6 +131,27 @@ class ShardedModel:
             module = self.module.get_submodule(unit.name)
             self.units.append(UnitState(unit.name, module, segments, self.around.world.rank))
             self._index(self.units[-1])
+
+    @torch.no_grad()
+    def _share_buffers(self) -> None:
+        """Buffers begin as those of rank 0, like parameters: features that another rank drew do
+        not fit the weights."""
+        control = self.around.world.control
+        buffers = [(n, b) for n, b in self.module.named_buffers() if not b.is_meta]
+        facts = repr([(n, tuple(b.shape), str(b.dtype)) for n, b in buffers]).encode()
+        sums = control.exchange(torch.tensor([zlib.crc32(facts)]), "comparison of buffers")
+        if (sums != sums[0]).any():
+            raise RankMismatch(
+                "the ranks built different models: their buffers differ in name, shape or dtype "
+                f"(here: {[n for n, _ in buffers][:5]})."
+            )
+        for number, (name, buffer) in enumerate(buffers):
+            if buffer.numel():
+                flat = buffer.contiguous().reshape(-1)
+                control.broadcast(
+                    flat.view(torch.uint8), source=0, tag=number, what=f"first value of {name}"
+                ).wait()
+                buffer.copy_(flat.view(buffer.shape))
 
     def _segment(self, spec: Segment) -> SegmentState:
         self._num_tags += 1

@@ -66,6 +66,7 @@ class Stepper:
                 "optimizer."
             )
         self._whole = whole
+        self._sizes = self._group_sizes()
         self.histories: dict[int, History] = {}
         self._accounted: dict[int, list[int]] = {}
         self.adopt(segments)
@@ -86,6 +87,9 @@ class Stepper:
             segment.spec, segment.master, index, whole=self._whole
         )
 
+    def _group_sizes(self) -> list[int]:
+        return [len(group["params"]) for group in self.optimizer.param_groups]
+
     @property
     def optimizer(self) -> Optimizer:
         return self.face.optimizer
@@ -94,6 +98,13 @@ class Stepper:
     def step(self, touched: Mapping[int, Sequence[bool]], scale: float) -> None:
         """Step what has gradients; they are multiplied by ``scale`` first. ``touched`` is per
         segment tag and slot."""
+        if self._group_sizes() != self._sizes:
+            raise OptimizerError(
+                f"the groups of the optimizer changed since the engine was built (from "
+                f"{self._sizes} to {self._group_sizes()} parameters): after add_param_group() the "
+                "new parameters have no gradients here. Build the engine with all groups and "
+                "freeze parameters with requires_grad_(False) until they are needed."
+            )
         around = self._around
         active = [s for s in self.segments if any(touched[s.tag])]
         if not around.placement.optim.sharded:
