@@ -1,4 +1,4 @@
-"""The engine on an accelerator: ready to run where there is one (``pytest -m gpu``), skipped elsewhere."""
+"""The engine on an accelerator: ready to run where there is one, skipped elsewhere."""
 
 from __future__ import annotations
 
