@@ -76,6 +76,37 @@ def test_an_optimizer_s_own_state_dict_is_refused(ranks, stage):
         assert "optimizer_state_dict" in said
 
 
+MATRICES: dict[str, Any] = {
+    "muon": lambda p: torch.optim.Muon(p, lr=0.01),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+}
+
+
+def reloaded(kind: str) -> dict[str, Tensor]:
+    data = regression(6, 8, 6, 2)
+    module = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 2, bias=False))
+    module.load_state_dict({"0.weight": torch.ones(8, 6) / 9, "1.weight": torch.ones(2, 8) / 5})
+    engine = Engine(module, MATRICES[kind](module.parameters()), settings(0))
+    train(engine, data[:3])
+    whole, moments = engine.state_dict(), engine.optimizer_state_dict(engine.optimizers[0])
+    train(engine, data[3:])
+    wanted = engine.state_dict()
+    twin = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 2, bias=False))
+    second = Engine(twin, MATRICES[kind](twin.parameters()), settings(0))
+    second.load_state_dict(whole)
+    second.load_optimizer_state_dict(second.optimizers[0], moments)
+    train(second, data[3:])
+    found = second.state_dict()
+    return {n: found[n] - wanted[n] for n in found}
+
+
+@pytest.mark.parametrize("kind", MATRICES)
+def test_state_of_optimizers_over_matrices_can_be_loaded(ranks, kind):
+    """Momentum has the parameter's shape again, factors of rows and columns have their own."""
+    gaps = ranks(2)(reloaded, kind)[0]
+    assert gaps and all(float(gap.abs().max()) == 0.0 for gap in gaps.values())
+
+
 class Waves(nn.Module):
     """Random features in a buffer, as drawn by each rank."""
 

@@ -235,7 +235,8 @@ def load_optimizer_state(model: ShardedModel, stepper: Stepper, saved: Mapping[s
                 continue
             entry = stepper.face.state[run.tensor]
             for key in info["elements"]:
-                entry[key] = flats[key][run.start : run.stop].to(run.tensor.dtype, copy=True)
+                part = flats[key][run.start : run.stop].view(run.tensor.shape)
+                entry[key] = part.to(run.tensor.dtype, copy=True)
             for key, value in info["scalars"].items():
                 entry[key] = _unscalar(value)
         stepper.account(segment)
@@ -268,6 +269,9 @@ def _summarise(
         elements, scalars = [], {}
         for key, value in entry.items():
             if isinstance(value, Tensor) and value.dim() > 0:
+                if tuple(value.shape) != shape and stepper.whole:  # factors, one per row
+                    scalars[key] = _scalar(value)
+                    continue
                 if tuple(value.shape) != shape:
                     return {
                         "problem": f"optimizer state {key} of {label.get(number, number)} has "

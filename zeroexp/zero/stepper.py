@@ -65,7 +65,8 @@ class Stepper:
                 "ZeRO stage cuts them over the ranks. Use zero.stage=0, or an element-wise "
                 "optimizer."
             )
-        self._whole = whole
+        self.whole = whole
+        """Whether the optimizer gets whole parameters, because it looks at matrices."""
         self._sizes = self._group_sizes()
         self.histories: dict[int, History] = {}
         self._accounted: dict[int, list[int]] = {}
@@ -83,9 +84,7 @@ class Stepper:
         """All parameters of ``segment`` share one history again."""
         around = self._around
         index = around.world.gather.index if around.placement.optim.sharded else None
-        self.histories[segment.tag] = History(
-            segment.spec, segment.master, index, whole=self._whole
-        )
+        self.histories[segment.tag] = History(segment.spec, segment.master, index, whole=self.whole)
 
     def _group_sizes(self) -> list[int]:
         return [len(group["params"]) for group in self.optimizer.param_groups]
