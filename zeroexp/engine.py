@@ -128,6 +128,7 @@ class Engine:
         self._attach()
         self._in_backward = False
         self._bare = False
+        self._warned = False
         self._micro_steps = 0
         self._boundary = True
         self._unreduced = False
@@ -552,6 +553,14 @@ class Engine:
     def zero_grad(self, optimizer: Optimizer | None = None) -> None:
         """Forget accumulated gradients (of one optimizer, or all)."""
         self._end_failed_walk()
+        if 0 < self._micro_steps < self.accumulate and not self._warned and self.rank == 0:
+            self._warned = True
+            _LOG.warning(
+                "zero_grad() dropped %d of %d micro-batches of a step: with "
+                "trainer.accumulate_grad_batches, call it after step() returned True, or never",
+                self._micro_steps,
+                self.accumulate,
+            )
         if self.reducer.interrupted:
             self.reducer.abandon()
         self._forget(self._stepper(optimizer))

@@ -151,6 +151,47 @@ def test_complex_parameters_are_refused(ranks):
         assert "view_as_complex" in said and "w" in said
 
 
+def models_refused(stage: int) -> list[tuple[str, str]]:
+    renormalizes = nn.Sequential(nn.Embedding(5, 4, max_norm=0.5), nn.Linear(4, 1))
+    swapped = mlp(6, 8, 2)
+    engine = Engine(swapped, adam(swapped), settings(0))
+    swapped[2].bias.data = swapped[2].bias.data.clone()
+    return [
+        caught(Engine, renormalizes, adam(renormalizes), settings(stage)),
+        caught(Engine, nn.LazyLinear(3), None, settings(stage)),
+        caught(train, engine, regression(1, 8, 6, 2)),
+    ]
+
+
+def test_models_that_cannot_train_right_are_refused(ranks):
+    """Rows rewritten by forward differ by rank; a lazy weight has no shape; a parameter with other
+    memory is no longer the one that is stepped."""
+    for stage in (0, 3):
+        said = ranks(2)(models_refused, stage)[0]
+        for (kind, text), word in zip(said, ("max_norm", "lazy", "2.bias"), strict=True):
+            assert kind == "ModelError"
+            assert word in text
+
+
+def zero_grad_in_a_window(stage: int) -> list[bool]:
+    module = mlp(6, 8, 2)
+    engine = Engine(module, adam(module), settings(stage, accumulate=2))
+    stepped = []
+    for x in batches(4):
+        engine.zero_grad()
+        engine.backward(engine(part(x)).square().mean())
+        stepped.append(engine.step())
+    return stepped
+
+
+def test_gradients_dropped_in_a_window_are_not_dropped_in_silence(ranks):
+    """A loop written without accumulation would never step, and never say so."""
+    run = ranks(2)
+    assert run(zero_grad_in_a_window, 0)[0] == [False] * 4
+    assert run.output[0].count("dropped 1 of 2 micro-batches") == 1
+    assert "dropped" not in run.output[1]
+
+
 def group_added_later(stage: int) -> tuple[str, str]:
     module = mlp(6, 8, 2)
     optimizer = torch.optim.SGD(module[0].parameters(), lr=0.1)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from zeroexp.errors import ModelError, RankMismatch
 from zeroexp.layout import Layout, ParamSpec, Segment, Unit, make_layout, make_unit
@@ -73,7 +74,13 @@ class ShardedModel:
             if len(names[id(param)]) == 1:
                 self.params[name] = param
         specs = []
+        self._refuse_renormalizing()
         for name, param in self.params.items():
+            if is_lazy(param):
+                raise ModelError(
+                    f"parameter {name} has no shape yet (a lazy module). Run one forward with a "
+                    "batch before you build the engine and the optimizer."
+                )
             if param.is_meta:
                 raise ModelError(
                     f"parameter {name} is on the meta device: it has no values. Build the model "
@@ -98,6 +105,19 @@ class ShardedModel:
                 )
             )
         return specs
+
+    def _refuse_renormalizing(self) -> None:
+        """Weights that a forward rewrites come out differently on every rank."""
+        around = self.around
+        if around.world.size == 1 and not around.placement.params.sharded:
+            return
+        for path, module in self.module.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+                raise ModelError(
+                    f"{path or 'the model'} has max_norm={module.max_norm}: its forward rewrites "
+                    "the rows it reads, other ones on each rank. Scale the output of the "
+                    "embedding instead."
+                )
 
     def _agree(self) -> None:
         """Compare the ranks' models, parameter by parameter, before anything is sent."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from zeroexp.comm import Pending, World
 from zeroexp.comm.pool import BufferPool, flat_zeros
+from zeroexp.errors import ModelError
 from zeroexp.layout import Segment
 from zeroexp.ledger import Ledger
 from zeroexp.placement import StatePlacement
@@ -156,6 +157,19 @@ class SegmentState:
         version counter with the buffer, or autograd reports a modification at every gather."""
         for param, view in zip(self.params, self._whole, strict=True):
             param.data = view
+
+    def check_views(self) -> None:
+        """Raise :class:`ModelError` if the user gave a replicated parameter other memory: what is
+        stepped here would never reach the model."""
+        if self.sharded:
+            return
+        for name, param, view in zip(self._names, self.params, self._whole, strict=True):
+            if param.data_ptr() != view.data_ptr():
+                raise ModelError(
+                    f"parameter {name} was given other memory (param.data = ...), so training no "
+                    "longer reaches it. Write into it inside zeroexp.gathered(parameter, "
+                    "modify_rank=0), with copy_()."
+                )
 
     def show_released(self) -> None:
         self._placeholders.show(self.params)

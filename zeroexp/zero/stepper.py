@@ -106,6 +106,8 @@ class Stepper:
             )
         around = self._around
         active = [s for s in self.segments if any(touched[s.tag])]
+        for segment in active:
+            segment.check_views()
         if not around.placement.optim.sharded:
             for pending in [s.spread() for s in active]:
                 pending.wait()
