@@ -12,6 +12,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -110,6 +111,12 @@ class Namespace:
         found = getattr(module, name, None) if attribute in OPTIONAL else getattr(module, name)
         self.__dict__[attribute] = found
         return found
+
+    @property
+    def fabric_takes_a_scheduler(self) -> bool:
+        """Whether Fabric hands a scheduler through ``setup_module_and_optimizers`` (since 2.6)."""
+        setup = self.FabricStrategy.setup_module_and_optimizers
+        return "scheduler" in inspect.signature(setup).parameters
 
     def __repr__(self) -> str:
         return f"Namespace({self.name!r})"

@@ -168,8 +168,9 @@ class FabricBehaviour(Ranks):
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Any], scheduler: Any = None
-    ) -> tuple[nn.Module, list[Any], Any]:
-        return self._shard(module, optimizers), optimizers, scheduler
+    ) -> tuple[Any, ...]:
+        ready = self._shard(module, optimizers), optimizers
+        return (*ready, scheduler) if self.ns.fabric_takes_a_scheduler else ready
 
     def _shard(self, module: nn.Module, optimizers: list[Any] | None) -> nn.Module:
         from zeroexp.engine import Engine

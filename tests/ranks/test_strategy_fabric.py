@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from zeroexp.strategies import fabric_strategy_class
+from zeroexp.strategies.compat import namespace
 
 
 class Plain(nn.Module):
@@ -174,6 +175,28 @@ def module_alone() -> float:
 def test_a_model_without_optimizers_evaluates(ranks: Any) -> None:
     """Also: the registered names work for Fabric."""
     assert ranks(2)(module_alone) == [0.0, 0.0]
+
+
+def scheduled() -> list[float]:
+    engine, net = fabric(zero(stage=1)), Plain()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, wrapped, *rest = engine.setup(net, optimizer, scheduler=schedule)
+    assert rest == [schedule]
+    rates = []
+    for batch in rows(6).split(2):
+        engine.backward(model(batch).pow(2).mean())
+        wrapped.step()
+        schedule.step()
+        rates.append(schedule.get_last_lr()[0])
+    return rates
+
+
+@pytest.mark.skipif(
+    not namespace("lightning.pytorch").fabric_takes_a_scheduler, reason="older Lightning"
+)
+def test_a_scheduler_is_handed_through(ranks: Any) -> None:
+    assert ranks(2)(scheduled) == [[0.5, 0.25, 0.125]] * 2
 
 
 def refused(what: str) -> None:

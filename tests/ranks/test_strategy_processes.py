@@ -260,9 +260,9 @@ def test_a_rank_that_does_not_come_is_named(scripts: Scripts) -> None:
         class Sleeps(Net):
             def happens(self, batch_idx):
                 if batch_idx == 1 and self.global_rank == 1:
-                    time.sleep(40)
+                    time.sleep(30)
 
-        run(Net() if os.environ["RANK"] == "0" else Sleeps(), strategy=ZeroStrategy(3, timeout=5))
+        run(Net() if os.environ["RANK"] == "0" else Sleeps(), strategy=ZeroStrategy(3, timeout=12))
         """,
         size=2,
     )
