@@ -147,9 +147,14 @@ class Hooks:
         for itself."""
         own = {id(p) for s in unit.segments for p in s.params}
 
+        hook = partial(self._before_backward, unit, None)
+
         def post(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if not torch.compiler.is_compiling():
-                self._watch_outputs(unit, None, output)
+            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+                return
+            for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
+                if tensor.grad_fn is not None:
+                    Edge.of(tensor).gather.append(hook)
 
         for module in unit.module.modules():
             table = dict.values(module._parameters)
@@ -220,7 +225,8 @@ class Hooks:
             return
         if call is not None and call.watched:
             unit.open.add(call)
-        residency.need(unit)
+        if unit.life is not Life.WHOLE or not residency.was_needed(unit):
+            residency.need(unit)
         if torch.is_grad_enabled():  # create_graph: a later backward will read these weights
             residency.hold(unit)
 
