@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -83,15 +84,27 @@ def recording(rank: Rank) -> Iterator[None]:
     """
     try:
         yield
+    except SystemExit as error:
+        # Told to end (lifeline), or the user's own sys.exit: after the finally blocks there is
+        # nothing to wait for.
+        _leave(error.code if isinstance(error.code, int) else int(error.code is not None))
     except Exception as error:
+        # The agent tells this rank to end when another fails, often at this very moment.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         fault.record(rank.directory, rank.rank, error)
         # The line that makes the terminal stop copying this log: the driver shows the first
         # failure, which may be another rank's, before anything else.
         print(f"{FAILED_LINE}{rank.rank}", flush=True)
         traceback.print_exception(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not sys.exit: interpreter shutdown would wait for data workers and communication threads
-        # whose peers are gone, and the other ranks learn of this failure only when the process
-        # ends.
-        os._exit(getattr(error, "exit_code", 1))
+        _leave(getattr(error, "exit_code", 1))
+
+
+def _leave(code: int) -> None:
+    """End this process now.
+
+    Not through the interpreter's shutdown: that waits for data workers and communication threads
+    whose peers are gone, and the other ranks learn of this end only when the process is gone.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
