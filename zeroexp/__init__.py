@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from zeroexp.config import Config
     from zeroexp.engine import Engine
-    from zeroexp.initialize import initialize
+    from zeroexp.loop import initialize
     from zeroexp.zero.gathered import gathered
     from zeroexp.zero.sharded_init import sharded_init
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _OWNERS = {
     "Config": "zeroexp.config",
     "Engine": "zeroexp.engine",
-    "initialize": "zeroexp.initialize",
+    "initialize": "zeroexp.loop",
     "gathered": "zeroexp.zero.gathered",
     "sharded_init": "zeroexp.zero.sharded_init",
 }

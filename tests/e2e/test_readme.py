@@ -9,6 +9,7 @@ The commands share one folder and run in the order of the pages, as a reader wou
 from __future__ import annotations
 
 import csv
+import os
 import re
 import runpy
 import shlex
@@ -150,9 +151,17 @@ def composes(command: str) -> None:
 
 def check_make(command: str) -> None:
     """The target exists and ends in the command that it stands for."""
+    # Not as a part of the make that runs the tests, whose flags, level and variables it hands down.
+    handed_down = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "MAKELEVEL", "ARGS")
+    outside = {k: v for k, v in os.environ.items() if k not in handed_down}
     done = subprocess.run(
-        [*shlex.split(command), "-n"], cwd=CHECKOUT, capture_output=True, text=True, timeout=60
-    )  # fmt: skip
+        [*shlex.split(command), "-n"],
+        cwd=CHECKOUT,
+        env=outside,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
     _, target, *variables = shlex.split(command)

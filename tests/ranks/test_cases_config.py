@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 from small import settings, sgd_engine
 from torch import nn
 
+import zeroexp
 from zeroexp.config import Config
 from zeroexp.errors import ConfigError
 
@@ -87,3 +90,13 @@ def test_settings_are_those_of_the_tests():
         {"trainer": {"gradient_clip_val": None}, "precision.compute": "fp32"}
     )
     assert Config.from_mapping(settings(1)).to_dict() == plain.to_dict()
+
+
+def test_public_names_stay_what_they_are():
+    """A module of the package must not take the place of a function of the same name."""
+    for path in Path(zeroexp.__file__).parent.glob("*.py"):
+        if path.stem not in ("__init__", "__main__"):
+            importlib.import_module(f"zeroexp.{path.stem}")
+    for _ in range(2):
+        for name in ("Config", "Engine", "gathered", "initialize", "sharded_init"):
+            assert callable(getattr(zeroexp, name)), name

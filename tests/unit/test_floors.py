@@ -37,7 +37,7 @@ FLOORS = {
     "zeroexp.moe": 2,
     "zeroexp.parallel": 2,
     "zeroexp.engine": 3,
-    "zeroexp.initialize": 3,
+    "zeroexp.loop": 3,
     "zeroexp.models": 3,
     "zeroexp.data": 3,
     "zeroexp.checkpoint": 3,
