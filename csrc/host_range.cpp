@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <new>
@@ -47,6 +48,20 @@ void HostRange::release() {
   if (size_ != 0 && madvise(data_, round_up(size_, page), MADV_DONTNEED) != 0) {
     throw std::system_error(errno, std::generic_category(), "madvise(MADV_DONTNEED)");
   }
+}
+
+void HostRange::take_pages(HostRange& from) {
+  if (&from == this) return;
+  const std::size_t page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  const std::size_t length = round_up(std::min(size_, from.size_), page);
+#ifdef MREMAP_DONTUNMAP
+  // Only between ranges of one kind, so that this one keeps its huge pages. Where the kernel refuses, this range gets
+  // fresh pages when it is filled.
+  if (length != 0 && huge_pages_ == from.huge_pages_) {
+    mremap(from.data_, length, length, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, data_);
+  }
+#endif
+  from.release();
 }
 
 std::size_t HostRange::resident_bytes() const {

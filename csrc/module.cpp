@@ -131,5 +131,6 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("num_bytes", &zeroexp::HostRange::size)
       .def_property_readonly("huge_pages", &zeroexp::HostRange::huge_pages)
       .def_property_readonly("resident_bytes", &zeroexp::HostRange::resident_bytes)
-      .def("release", &zeroexp::HostRange::release, py::call_guard<py::gil_scoped_release>());
+      .def("release", &zeroexp::HostRange::release, py::call_guard<py::gil_scoped_release>())
+      .def("take_pages", &zeroexp::HostRange::take_pages, py::arg("source"), py::call_guard<py::gil_scoped_release>());
 }

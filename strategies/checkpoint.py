@@ -103,6 +103,40 @@ def is_whole(module: nn.Module) -> bool:
     return all(not p.is_meta and not _is_placeholder(p) for p in module.parameters())
 
 
+def collected(module: nn.Module, *, keep: bool) -> dict[str, Any]:
+    """``module.state_dict()`` of a module that stayed sharded after its run, gathered one submodule
+    at a time; only where ``keep`` is true (collective)."""
+    from zeroexp import gathered
+
+    state: dict[str, Any] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        own = {n: p for n, p in dict.items(part._parameters) if p is not None}
+        with gathered(own.values()):
+            if keep:
+                state.update({prefix + n: p.detach().to("cpu", copy=True) for n, p in own.items()})
+        if keep:
+            kept = [n for n in part._buffers if n not in part._non_persistent_buffers_set]
+            buffers = {n: part._buffers[n] for n in kept}
+            state.update(
+                {prefix + n: b.detach().cpu() for n, b in buffers.items() if b is not None}
+            )
+    return state
+
+
+def restore_shapes(module: nn.Module) -> None:
+    """Give parameters that a failed run left without values memory again, for a checkpoint to fill.
+
+    It is untouched until then and takes no room.
+    """
+    for part in module.modules():
+        for parameter in dict.values(part._parameters):
+            if parameter is not None and _is_placeholder(parameter):
+                parameter.data = torch.zeros(
+                    parameter.shape, dtype=parameter.dtype, device=parameter.device
+                )
+
+
 def is_lost(module: nn.Module) -> bool:
     """Whether a parameter is the placeholder that a failed run left behind.
 

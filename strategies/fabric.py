@@ -29,7 +29,6 @@ from zeroexp.strategies.compat import Namespace, namespace
 from zeroexp.strategies.optimization import (
     Optimization,
     refuse_closures,
-    refuse_compiled,
     unwrapped,
 )
 from zeroexp.strategies.options import build_config
@@ -187,8 +186,6 @@ class FabricBehaviour(Ranks):
         plugin.set_formats(self.config, self.root_device.type)
         if plugin.is_mixed:
             refuse_unsupported(module)
-        if self.config.zero.stage == 3:
-            refuse_compiled(module)
         engine = Engine(
             module,
             optimizers,
@@ -209,7 +206,7 @@ class FabricBehaviour(Ranks):
         if self.optimization.is_set_up:
             engine = self.engine
             self.optimization.take(None)
-            engine.close()
+            engine.close(keep_sharded=engine.model.born_sharded)
 
     # ------------------------------------------------------------------ training
     def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:

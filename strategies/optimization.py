@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeroexp.errors import ModelError, OptimizerError, ZeroexpError
 
@@ -29,20 +29,6 @@ def refuse_closures(optimizers: Sequence[Any]) -> None:
             raise OptimizerError(
                 f"{type(optimizer).__name__} evaluates the loss several times in one step, which a"
                 " sharded step cannot do: use an optimizer that needs one gradient per step"
-            )
-
-
-def refuse_compiled(module: nn.Module) -> None:
-    """Raise :class:`ModelError` where ``module.compile()`` was called on a part of ``module``.
-
-    It compiles the hooks of that part, too, and those gather and release parameters.
-    """
-    for name, part in module.named_modules():
-        if part._compiled_call_impl is not None:
-            raise ModelError(
-                f"{name or 'the model'} was compiled with .compile(), which puts the hooks that"
-                " gather and release parameters into the graph. Compile its forward:"
-                f" `module.{name}.forward = torch.compile(module.{name}.forward)`."
             )
 
 

@@ -87,7 +87,9 @@ class State:
         self._meet_after_exception()
         module = self.lightning_module
         if not self.optimization.is_set_up:
-            return module.state_dict() if self.is_global_zero else {}
+            if files.is_whole(module):
+                return module.state_dict() if self.is_global_zero else {}
+            return files.collected(module, keep=self.is_global_zero)
         whole = self.optimization.engine.state_dict()
         if type(module).state_dict is nn.Module.state_dict:
             return whole

@@ -27,7 +27,7 @@ from zeroexp.strategies import checkpoint as files
 from zeroexp.strategies.compat import Namespace, namespace
 from zeroexp.strategies.devices import move
 from zeroexp.strategies.faults import Meeting, Sigterm
-from zeroexp.strategies.optimization import Optimization, ZeroGrad, refuse_closures, refuse_compiled
+from zeroexp.strategies.optimization import Optimization, ZeroGrad, refuse_closures
 from zeroexp.strategies.options import build_config
 from zeroexp.strategies.precision import (
     PrecisionBehaviour,
@@ -189,13 +189,13 @@ class ZeroBehaviour(Ranks, Steps, State):
 
     @_lightning_module.setter
     def _lightning_module(self, module: Any) -> None:
-        # The Trainer sets it before it asks whether the strategy takes compiled modules.
+        # The Trainer sets it before it asks whether the strategy takes compiled modules, which
+        # Lightning allows its own strategies alone.
         if getattr(module, "_compiler_ctx", None) is not None:
             raise ModelError(
-                "torch.compile(LightningModule) does not work with ZeroStrategy: the graph would"
-                " hold the hooks that gather and release parameters. Compile the forward of inner"
-                " modules instead, for instance `for block in self.blocks: block.forward ="
-                " torch.compile(block.forward)`."
+                "Lightning takes torch.compile(LightningModule) with its own strategies only."
+                " Compile the parts of the module instead, for instance `for block in self.blocks:"
+                " block.compile()` in its __init__."
             )
         self.__dict__["_module"] = module
 
@@ -220,11 +220,13 @@ class ZeroBehaviour(Ranks, Steps, State):
         callbacks.refuse_unsupported(trainer, self.ns)
         self.evaluate_under_no_grad(trainer)
         self._leave(gather=True)  # a run that ended without teardown
-        if self._late_state is None and files.is_lost(self.model):
-            raise ModelError(
-                "an earlier run of this module failed while its parameters were spread over the"
-                " ranks, and they are gone: build the module again, or pass ckpt_path"
-            )
+        if files.is_lost(self.model):
+            if self._late_state is None:
+                raise ModelError(
+                    "an earlier run of this module failed while its parameters were spread over the"
+                    " ranks, and they are gone: build the module again, or pass ckpt_path"
+                )
+            files.restore_shapes(self.model)
         plugin = self.precision_plugin
         self.config = self.config_here(plugin.config)
         plugin.set_formats(self.config, self.root_device.type)
@@ -232,8 +234,6 @@ class ZeroBehaviour(Ranks, Steps, State):
             self.model = self._layer_sync.apply(self.model)
         if plugin.is_mixed:
             refuse_unsupported(self.model)
-        if self.config.zero.stage == 3:
-            refuse_compiled(self.model)
         self.model = plugin.convert_module(self.model)
         self.model_to_device()
         if fitting:
@@ -274,12 +274,9 @@ class ZeroBehaviour(Ranks, Steps, State):
         if not self.optimization.groups_changed:
             return
         old = self.engine
-        states = [old.optimizer_state_dict(optimizer) for optimizer in old.optimizers]
         scalars = old.scalar_state()
-        old.close()
+        old.close(keep_sharded=True)
         engine = self._make_engine(self.model, old.optimizers)
-        for optimizer, state in zip(old.optimizers, states, strict=True):
-            engine.load_optimizer_state_dict(optimizer, state)
         engine.load_scalar_state(scalars)
         self.optimization.take(engine)
 
@@ -348,7 +345,8 @@ class ZeroBehaviour(Ranks, Steps, State):
         if module is not None:
             if self._layer_sync is not None and self.model is not None:
                 self.model = self._layer_sync.revert(self.model)
-            module.cpu()
+            if files.is_whole(module):
+                module.cpu()
         self.precision_plugin.teardown()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
@@ -367,7 +365,8 @@ class ZeroBehaviour(Ranks, Steps, State):
         if not gather:
             engine.close(collective=False)
             return
-        engine.close()
+        # What was too big to be built whole is too big to become whole.
+        engine.close(keep_sharded=engine.model.born_sharded)
         if engine.optimizers:
             self.optimization.left = engine
 

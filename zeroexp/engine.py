@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from zeroexp.checkpoint import directory, full
@@ -21,24 +20,25 @@ from zeroexp.comm import World
 from zeroexp.comm.pool import BufferPool
 from zeroexp.comm.ranks import with_ranks
 from zeroexp.config import Config
-from zeroexp.errors import ModelError, NonFiniteError, OptimizerError
+from zeroexp.errors import ModelError, OptimizerError
 from zeroexp.layout import Layout
 from zeroexp.ledger import Ledger
-from zeroexp.optim.face import Face
+from zeroexp.optim.face import Collect, Face, state_left_behind
 from zeroexp.optim.groups import group_numbers
 from zeroexp.placement import STAGES
 from zeroexp.precision import LossScale, Policy
-from zeroexp.zero.access import Guards, ModuleHook
-from zeroexp.zero.boundary import Agreement, agree, first_nonfinite
+from zeroexp.zero.attachment import Attachment
+from zeroexp.zero.backward import Backward
+from zeroexp.zero.boundary import Boundary
+from zeroexp.zero.buffer import SparePages
 from zeroexp.zero.hooks import Hooks
 from zeroexp.zero.model import ShardedModel
-from zeroexp.zero.owner import EngineOwner
 from zeroexp.zero.reducer import Reducer
-from zeroexp.zero.registry import forget, register
-from zeroexp.zero.residency import Direction, Residency
+from zeroexp.zero.residency import Residency
 from zeroexp.zero.segment import Surroundings
 from zeroexp.zero.stepper import Stepper
 from zeroexp.zero.unit import Life, UnitState
+from zeroexp.zero.window import Window
 
 _LOG = logging.getLogger("zeroexp")
 
@@ -73,10 +73,6 @@ class Engine:
         self.optimizers = _as_list(optimizers)
         self.device = torch.device(device) if device is not None else _device_of(module)
         self.ledger = Ledger()
-        self.accumulate = config.trainer.accumulate_grad_batches
-        """Micro-batches per step, for the plain loop; may be changed between steps."""
-        self._divide_accumulation = divide_accumulation
-        self._clip = config.trainer.gradient_clip_val if clip == "config" else clip
         self.policy = Policy.from_config(self.config)
         zero = self.config.zero
         shard_size = zero.shard_size if isinstance(zero.shard_size, int) else None
@@ -87,7 +83,7 @@ class Engine:
         )
         self.rank, self.world_size = self.world.rank, self.world.size
         # An engine that is dropped without close() must not leave its threads behind.
-        weakref.finalize(self, self.world.close)
+        self._drop_threads = weakref.finalize(self, self.world.close)
         placement = STAGES[zero.stage]
         self._around = Surroundings(
             self.world,
@@ -95,11 +91,10 @@ class Engine:
             placement,
             self.policy,
             BufferPool(self.device, self.ledger, "gradients"),
+            SparePages(self.ledger),
             self.device,
             zero.bucket,
         )
-        each = zero.reduce == "each" or (zero.reduce == "auto" and placement.grads.sharded)
-        self._reduce_each = each
         first_group, groups = group_numbers(module, self.optimizers)
         self.model = ShardedModel(module, groups, self._around, cut=zero.unit)
         root = next((u for u in self.model.units if u.name == ""), None)
@@ -107,47 +102,59 @@ class Engine:
         reshard = zero.reshard_after_forward
         self.residency = Residency(
             self.model.units,
+            self._around.spare,
             prefetch=zero.prefetch if zero.overlap else 0,
             keeps=lambda unit: reshard == "false" or (reshard == "auto" and unit is root),
         )
-        self._trainable_units = self._units_with_gradients()
-        self.reducer = Reducer(self._trainable_units, overlap=zero.overlap)
+        self.reducer = Reducer(self._units_with_gradients(), overlap=zero.overlap)
         self.steppers: list[Stepper] = []
         for optimizer, first in zip(self.optimizers, first_group, strict=True):
-            self.steppers.append(
-                Stepper(self._bind(optimizer), self.model.trainable_segments, first, self._around)
+            left_behind = state_left_behind(optimizer)
+            stepper = Stepper(
+                self._bind(optimizer), self.model.trainable_segments, first, self._around
             )
-        self._take_over_optimizer_state()
+            self._take_over_state(stepper, left_behind)
+            self.steppers.append(stepper)
         scale = self.config.precision.loss_scale
         self.scale = LossScale(
             scale, dynamic=scale.mode == "dynamic", active=scale.mode in ("dynamic", "static")
         )
-        self._closed = False
-        self._hooks = Hooks(self.residency, self.reducer, self._walk_begins, self._backward_begins)
-        self._guards = Guards()
-        self._attach()
-        self._in_backward = False
-        self._bare = False
-        self._warned = False
-        self._micro_steps = 0
-        self._boundary = True
-        self._unreduced = False
-        self._loss_finite = True
-        self._window_scale: float | None = None
-        self._agreements: dict[int, Agreement] = {}
-        self._factors: dict[int, float] = {}
-        self._summed: set[int] = set()
-        self.grad_norm: float | None = None
-        """Global norm of the last gradients, unscaled, before clipping; ``None`` before the first
-        boundary."""
-        self.grad_norm_clipped: float | None = None
-        """The same after clipping."""
+        each = zero.reduce == "each" or (zero.reduce == "auto" and placement.grads.sharded)
+        self._window = Window(
+            self.scale,
+            accumulate=config.trainer.accumulate_grad_batches,
+            reduce_each=each,
+            divides=divide_accumulation,
+        )
+        limit = config.trainer.gradient_clip_val if clip == "config" else clip
+        self._boundary = Boundary(
+            self.model,
+            self.residency,
+            self.reducer,
+            self._window,
+            self.scale,
+            self.policy,
+            self.steppers,
+            clip=None if limit is None else float(limit),
+        )
+        self._backward = Backward(
+            self.residency,
+            self.reducer,
+            self._window,
+            root,
+            ranks=self.world_size,
+            begins=self._boundary.reopen,
+        )
+        hooks = Hooks(
+            self.residency,
+            self.reducer,
+            self._backward.walk_begins,
+            self._backward.gradient_arrives,
+        )
+        self._attachment = Attachment(self.model, self.residency, hooks, root, self._forward_begins)
+        self._closed = self._warned = False
         self.scheduler: Any = None
         """A learning-rate scheduler that :meth:`step` advances after each applied step, if set."""
-        self.global_steps = 0
-        """Boundaries passed, skipped ones included."""
-        self.skipped_steps = 0
-        """Boundaries at which no step was applied because a gradient was not finite."""
 
     # -- construction ------------------------------------------------------------------------------
 
@@ -159,50 +166,19 @@ class Engine:
             on_zero_grad=lambda: this.zero_grad(optimizer),
         )
 
-    def _take_over_optimizer_state(self) -> None:
-        """State that the optimizers of rank 0 have already (loaded from a torch checkpoint, or of
-        an earlier engine's) goes on; what is in other ranks' optimizers is not used."""
-        for stepper in self.steppers:
-            optimizer = stepper.optimizer
-            given = self.world.control.exchange(
-                torch.tensor([len(optimizer.state)]), "take-over of optimizer state"
-            )
-            if given[0].item():
-                whole = type(optimizer).state_dict(optimizer) if self.rank == 0 else {}
-                full.load_optimizer_state(self.model, stepper, whole)
-            optimizer.state.clear()
-
-    def _attach(self) -> None:
-        root_module = self.module
-        self._hooks.attach_root(root_module, self._root, self._forward_begins)
-        owners = {id(u): EngineOwner(u, self.model, self.residency) for u in self.model.units}
-        for unit in self.model.units:
-            if unit.sharded and unit is not self._root:
-                self._hooks.attach_unit(unit)
-            for segment in unit.trainable_segments:
-                for slot in range(len(segment.params)):
-                    self._hooks.attach_parameter(unit, segment, slot)
-        for param, (unit, _, _) in zip(
-            self.model.params.values(),
-            [self.model.place[id(p)] for p in self.model.params.values()],
-            strict=True,
-        ):
-            register(param, owners[id(unit)])
-        for module in root_module.modules():
-            table = {
-                name: owners[id(self.model.place[id(p)][0])]
-                for name, p in dict.items(module._parameters)
-                if p is not None
-            }
-            if table:
-                self._guards.install(module, table)
-        for unit in self.model.units:
-            if unit.sharded:
-                owner = owners[id(unit)]
-                self._guards.keep(
-                    unit.module.register_state_dict_pre_hook(ModuleHook(owner.open)),
-                    unit.module._register_state_dict_hook(ModuleHook(owner.shut)),
-                )
+    def _take_over_state(self, stepper: Stepper, left_behind: Collect | None) -> None:
+        """State that the optimizer has already (loaded from a torch checkpoint, or of an earlier
+        engine) goes on; rank 0's counts."""
+        optimizer = stepper.optimizer
+        given: Mapping[str, Any] = {}
+        if left_behind is not None:
+            given = left_behind(everywhere=False)
+        elif self.rank == 0 and optimizer.state:
+            given = type(optimizer).state_dict(optimizer)
+        has_state = torch.tensor([bool(given.get("state"))])
+        if self.world.control.exchange(has_state, "take-over of optimizer state")[0].item():
+            full.load_optimizer_state(self.model, stepper, given)
+        optimizer.state.clear()
 
     def _units_with_gradients(self) -> list[UnitState]:
         """In the order in which a plain backward completes them."""
@@ -212,18 +188,14 @@ class Engine:
         """A pass starts: parameters that the user unfroze since the last one get gradients and
         optimizer state."""
         if torch._C._current_graph_task_id() == -1:
-            self._end_failed_walk()
+            self._backward.end_failed_walk()
         fresh = self.model.thaw()
         if not fresh:
             return
-        for segment in fresh:
-            unit = self.model.place[id(segment.params[0])][0]
-            for slot in range(len(segment.params)):
-                self._hooks.attach_parameter(unit, segment, slot)
+        self._attachment.follow(fresh)
         for stepper in self.steppers:
             stepper.adopt(fresh)
-        self._trainable_units = self._units_with_gradients()
-        self.reducer.set_units(self._trainable_units)
+        self.reducer.set_units(self._units_with_gradients())
 
     @property
     def layout(self) -> Layout:
@@ -267,11 +239,18 @@ class Engine:
     # -- backward ----------------------------------------------------------------------------------
 
     @property
+    def accumulate(self) -> int:
+        """Micro-batches per step, for the plain loop; may be changed between steps."""
+        return self._window.accumulate
+
+    @accumulate.setter
+    def accumulate(self, parts: int) -> None:
+        self._window.accumulate = parts
+
+    @property
     def loss_scale(self) -> float:
-        """Factor on the loss of the next backward. It changes only while no gradients are held:
-        those of another optimizer that waits for its step must be unscaled with the scale that
-        produced them."""
-        return self._window_scale if self._window_scale is not None else self.scale.value
+        """Factor on the loss of the next backward."""
+        return self._window.loss_scale
 
     def backward(
         self,
@@ -295,11 +274,10 @@ class Engine:
         if not loss.requires_grad:
             raise ModelError(
                 "the loss does not depend on any trainable parameter: it has no graph. Is it "
-                "detached, computed under "
-                "torch.no_grad(), or is everything frozen?"
+                "detached, computed under torch.no_grad(), or is everything frozen?"
             )
         if loss.device.type == "cpu":
-            self._loss_finite = self._loss_finite and math.isfinite(loss.item())
+            self._window.saw_loss(math.isfinite(loss.item()))
         with self.backward_scope(last=last):
             self.scaled(loss).backward(retain_graph=retain_graph, create_graph=create_graph)
 
@@ -310,90 +288,12 @@ class Engine:
     @contextmanager
     def backward_scope(self, *, last: bool | None = None) -> Iterator[None]:
         """Around one call of autograd; what it leaves behind is reduced when it ends."""
-        self._begin_backward(last)
-        if self.residency.gathers and torch.is_grad_enabled():
-            self.residency.begin_pass(Direction.BACKWARD)
-            if self._root is not None:
-                self.residency.need(self._root)
-        try:
+        with self._backward.scope(last):
             yield
-        except BaseException:
-            self._in_backward = False
-            self.reducer.reducing = False
-            self.residency.end_pass(failed=True)
-            raise
-        self._end_backward()
-
-    def _begin_backward(self, last: bool | None) -> None:
-        self._window_scale = self.loss_scale
-        self._micro_steps += 1
-        self._boundary = self._micro_steps >= self.accumulate if last is None else last
-        parts = self.accumulate if self._divide_accumulation else 1
-        self._in_backward = True
-        self._reopen_gradients()
-        reduce = self._reduce_each or self._boundary
-        self.reducer.begin(
-            reduce=reduce,
-            divisor=float(parts * self.world_size),
-            divide_on_arrival=self._reduce_each or self.accumulate == 1,
-        )
-        self._unreduced = not reduce
-
-    @torch.no_grad()
-    def _reopen_gradients(self) -> None:
-        """More gradients will be added to those that were agreed upon: clipping decided so far is
-        applied to them now, and of what replicas have summed one replica keeps the sum."""
-        for stepper in self.steppers:
-            factor = self._factors.pop(id(stepper), 1.0)
-            if id(stepper) in self._summed and self.world.replicas.index:
-                factor = 0.0
-            if factor != 1.0:
-                for segment in stepper.segments:
-                    if segment.has_owned:
-                        segment.owned.mul_(factor) if factor else segment.owned.zero_()
-        self._agreements.clear()
-        self._summed.clear()
-
-    def _end_backward(self) -> None:
-        self._in_backward = False
-        if self.residency.direction is Direction.BACKWARD:
-            self.residency.end_pass()
-        self.reducer.end()
-
-    def _walk_begins(self) -> None:
-        """Autograd reached the model outside :meth:`backward_scope`: a bare ``loss.backward()``, or
-        ``autograd.grad``, which leaves no gradients and is no micro-batch."""
-        if not self._in_backward:
-            Variable._execution_engine.queue_callback(self._end_walk)
-
-    def _end_walk(self) -> None:
-        if not self._in_backward and self.residency.direction is Direction.BACKWARD:
-            self.residency.end_pass()
-
-    def _backward_begins(self) -> None:
-        """A gradient arrived: the walk is a backward."""
-        if self._in_backward:
-            return
-        self._begin_backward(None)
-        self._bare = True
-        Variable._execution_engine.queue_callback(self._end_bare_backward)
-
-    def _end_bare_backward(self) -> None:
-        if self._in_backward:
-            self._bare = False
-            self._end_backward()
-
-    def _end_failed_walk(self) -> None:
-        """Autograd calls nobody when it raises: what a bare backward left open ends here."""
-        if self._bare:
-            self._bare = self._in_backward = False
-            self.reducer.reducing = False
-        if not self._in_backward and self.residency.direction is Direction.BACKWARD:
-            self.residency.end_pass(failed=True)
 
     # -- boundary ----------------------------------------------------------------------------------
 
-    def _stepper(self, optimizer: Optimizer | None) -> list[Stepper]:
+    def _chosen(self, optimizer: Optimizer | None) -> list[Stepper]:
         if optimizer is None:
             return self.steppers
         found = [s for s in self.steppers if s.optimizer is optimizer]
@@ -409,76 +309,16 @@ class Engine:
 
         Idempotent until the next backward, step or ``zero_grad``.
         """
-        return all(self._finish(s).finite for s in self._stepper(optimizer))
-
-    def _finish(self, stepper: Stepper) -> Agreement:
-        key = id(stepper)
-        if key in self._agreements:
-            return self._agreements[key]
-        if self._unreduced:
-            self.reducer.flush([u for u in self._trainable_units if u.trains])
-            self._unreduced = False
-        agreement = self._agree(stepper)
-        if agreement.late:  # gradients that arrived after their unit had been reduced, on some rank
-            self.reducer.flush([self._trainable_units[i] for i in agreement.late])
-            agreement = self._agree(stepper)
-        if self.world.replicas.size > 1 and key not in self._summed:
-            self._summed.add(key)
-            for segment in stepper.segments:
-                self.world.replicas.all_reduce(
-                    segment.owned, tag=segment.tag, what="all-reduce over the replicas"
-                ).wait()
-            agreement = self._agree(stepper)
-        self._agreements[key] = agreement
-        norm = math.sqrt(agreement.sum_squares) / self.loss_scale if agreement.finite else math.nan
-        self.grad_norm = self.grad_norm_clipped = norm
-        return agreement
-
-    def _agree(self, stepper: Stepper) -> Agreement:
-        orders = [*self.residency.orders.values(), self.reducer.order]
-        agreement = agree(
-            self.world,
-            self._trainable_units,
-            stepper.segments,
-            digest=sum(order.digest() for order in orders),
-            loss_finite=self._loss_finite,
-        )
-        if agreement.same_order:
-            for order in orders:
-                order.adopt()
-        return agreement
+        return all(self._boundary.finish(s).finite for s in self._chosen(optimizer))
 
     def clip_norm(self, max_norm: float, optimizer: Optimizer | None = None) -> float:
         """Scale the gradients down to a global L2 norm of ``max_norm``; returns the norm before
         (torch's ``clip_grad_norm_``, with its 1e-6)."""
-        for stepper in self._stepper(optimizer):
-            self._finish(stepper)
-        norm = self._norm_of(self._stepper(optimizer))
-        self.grad_norm = self.grad_norm_clipped = norm
-        if math.isfinite(norm):
-            coefficient = min(1.0, max_norm / (norm + 1e-6))
-            self.grad_norm_clipped = norm * coefficient
-            for stepper in self._stepper(optimizer):
-                self._factors[id(stepper)] = self._factors.get(id(stepper), 1.0) * coefficient
-        return norm
+        return self._boundary.clip_norm(max_norm, self._chosen(optimizer))
 
     def clip_value(self, limit: float, optimizer: Optimizer | None = None) -> None:
         """Clamp every element of the unscaled gradients to ``[-limit, limit]``."""
-        for stepper in self._stepper(optimizer):
-            if not self._finish(stepper).finite:
-                continue
-            for segment in stepper.segments:
-                if segment.has_owned:
-                    bound = limit * self.loss_scale
-                    segment.owned.clamp_(-bound, bound)
-            del self._agreements[id(stepper)]
-            before = self.grad_norm
-            self._finish(stepper)
-            self.grad_norm = before
-
-    def _norm_of(self, steppers: Sequence[Stepper]) -> float:
-        total = sum(self._agreements[id(s)].sum_squares for s in steppers)
-        return math.sqrt(total) / self.loss_scale if math.isfinite(total) else math.nan
+        self._boundary.clip_value(limit, self._chosen(optimizer))
 
     def step(self, optimizer: Optimizer | None = None) -> bool:
         """Apply the accumulated gradients. True if they were applied.
@@ -487,96 +327,29 @@ class Engine:
         with a non-finite gradient is skipped, applied or an error, as ``precision.nonfinite`` says;
         all ranks do the same. Raises :class:`NonFiniteError`.
         """
-        if not self._boundary:
+        if not self._window.complete:
             return False
-        steppers = self._stepper(optimizer)
-        agreements = [self._finish(s) for s in steppers]
-        finite = all(a.finite for a in agreements)
-        self.global_steps += 1
-        self._micro_steps = 0
-        if not finite and self.policy.nonfinite != "apply":
-            self._refuse(steppers, agreements)
-            return False
-        if finite:
-            norm = self._norm_of(steppers)
-            self.grad_norm = self.grad_norm_clipped = norm
-            if self._clip:
-                assert not isinstance(self._clip, str)
-                for one in steppers:
-                    if id(one) not in self._factors:
-                        self._factors[id(one)] = min(1.0, float(self._clip) / (norm + 1e-6))
-            factor = self._factors.get(id(steppers[0]), 1.0) if steppers else 1.0
-            self.grad_norm_clipped = norm * factor
-        for stepper, agreement in zip(steppers, agreements, strict=True):
-            touched = dict(zip((s.tag for s in stepper.segments), agreement.touched, strict=True))
-            stepper.step(touched, self._factors.get(id(stepper), 1.0) / self.loss_scale)
-        self.residency.release_all()
-        self._forget(steppers)
-        self.scale.update(overflow=False)
-        if self.scheduler is not None:
+        applied = self._boundary.step(self._chosen(optimizer))
+        if applied and self.scheduler is not None:
             self.scheduler.step()
         self.ledger.mark_step()
-        return True
-
-    def _refuse(self, steppers: Sequence[Stepper], agreements: Sequence[Agreement]) -> None:
-        """A gradient is not finite: skip or stop, on every rank alike."""
-        scale = self.loss_scale
-        segments = [s for stepper in steppers for s in stepper.segments]
-        stop = self.policy.nonfinite == "stop"
-        name, owner = "", -1
-        if stop or (self.scale.dynamic and scale <= self.config.precision.loss_scale.floor):
-            name, owner = first_nonfinite(self.world, segments)
-        bad = sorted({r for a in agreements for r in a.bad_loss_ranks})
-        self.residency.release_all()
-        self._forget(steppers)
-        if stop:
-            origin = f"; the loss was not finite on rank {', '.join(map(str, bad))}" if bad else ""
-            raise NonFiniteError(
-                f"step {self.global_steps}: the gradient of {name} is not finite (found by rank "
-                f"{owner}, which owns that "
-                f"part){origin}. Set precision.nonfinite=skip to skip such steps; look for a "
-                "division by zero, a log of "
-                "zero, or a learning rate that is too high."
-            )
-        before = self.scale.value
-        self.scale.update(overflow=True, culprit=name)
-        self.skipped_steps += 1
-        if self.rank == 0:
-            change = (
-                f"loss scale {before:g} -> {self.scale.value:g}"
-                if self.scale.dynamic
-                else "not finite"
-            )
-            _LOG.warning("step %d skipped: gradients overflow, %s", self.global_steps, change)
-        self.ledger.mark_step()
+        return applied
 
     def zero_grad(self, optimizer: Optimizer | None = None) -> None:
         """Forget accumulated gradients (of one optimizer, or all)."""
-        self._end_failed_walk()
-        if 0 < self._micro_steps < self.accumulate and not self._warned and self.rank == 0:
+        self._backward.end_failed_walk()
+        if self._window.unfinished and not self._warned and self.rank == 0:
             self._warned = True
             _LOG.warning(
                 "zero_grad() dropped %d of %d micro-batches of a step: with "
                 "trainer.accumulate_grad_batches, call it after step() returned True, or never",
-                self._micro_steps,
-                self.accumulate,
+                self._window.micro_steps,
+                self._window.accumulate,
             )
         if self.reducer.interrupted:
             self.reducer.abandon()
-        self._forget(self._stepper(optimizer))
-        self._micro_steps = 0
-
-    def _forget(self, steppers: Sequence[Stepper]) -> None:
-        mine = {s.tag for stepper in steppers for s in stepper.segments}
-        for unit in self._trainable_units:
-            unit.clear_gradients(mine)
-        for stepper in steppers:
-            self._agreements.pop(id(stepper), None)
-            self._factors.pop(id(stepper), None)
-            self._summed.discard(id(stepper))
-        self._loss_finite = True
-        if not any(any(s.touched) for s in self.model.trainable_segments):
-            self._window_scale = None
+        self._boundary.forget(self._chosen(optimizer))
+        self._window.restart()
 
     def full_grad(self, param: nn.Parameter) -> Tensor | None:
         """The whole reduced gradient of ``param`` in fp32, unscaled, or ``None`` if no rank has one
@@ -588,16 +361,28 @@ class Engine:
         stepper = next((s for s in self.steppers if segment in s.segments), None)
         if stepper is None:
             return None
-        agreement = self._finish(stepper)
-        if not agreement.touched[stepper.segments.index(segment)][slot]:
-            return None
-        out = torch.empty(segment.spec.size, dtype=segment.grad_dtype, device=self.device)
-        self.world.gather.all_gather(
-            out, segment.owned.clone(), tag=segment.tag, what="all-gather of a gradient"
-        ).wait()
-        at = segment.spec.slots[slot]
-        grad = out[at.offset : at.stop].view(at.spec.shape).float()
-        return grad * (self._factors.get(id(stepper), 1.0) / self.loss_scale)
+        return self._boundary.full_grad(param, segment, slot, stepper)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global L2 norm of the last gradients, unscaled, before clipping; ``None`` before the
+        first boundary."""
+        return self._boundary.grad_norm
+
+    @property
+    def grad_norm_clipped(self) -> float | None:
+        """The same after clipping."""
+        return self._boundary.grad_norm_clipped
+
+    @property
+    def global_steps(self) -> int:
+        """Boundaries passed, skipped ones included."""
+        return self._boundary.steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Boundaries at which no step was applied because a gradient was not finite."""
+        return self._boundary.skipped
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -617,13 +402,13 @@ class Engine:
         """The optimizer's state in torch's own format with whole tensors, on rank 0; empty
         elsewhere (collective)."""
         self.world.open()
-        return full.optimizer_state(self.model, self._stepper(optimizer)[0])
+        return full.optimizer_state(self.model, self._chosen(optimizer)[0])
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Set the optimizer's state from rank 0's ``state`` (collective). Raises
         :class:`CheckpointError`."""
         self.world.open()
-        full.load_optimizer_state(self.model, self._stepper(optimizer)[0], state)
+        full.load_optimizer_state(self.model, self._chosen(optimizer)[0], state)
 
     def scalar_state(self) -> dict[str, Any]:
         """Counters and loss scale: what resume needs beside model and optimizers."""
@@ -635,8 +420,8 @@ class Engine:
 
     def load_scalar_state(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`scalar_state`."""
-        self.global_steps = int(state["global_steps"])
-        self.skipped_steps = int(state["skipped_steps"])
+        self._boundary.steps = int(state["global_steps"])
+        self._boundary.skipped = int(state["skipped_steps"])
         self.scale.load_state_dict(dict(state["loss_scale"]))
 
     def save_checkpoint(self, path: str | Path) -> None:
@@ -651,29 +436,56 @@ class Engine:
         """
         directory.load(self, Path(path))
 
-    def close(self, collective: bool = True) -> None:
+    def close(self, collective: bool = True, *, keep_sharded: bool = False) -> None:
         """End the engine's work on the module: parameters become whole and ordinary again.
 
+        Optimizers keep their state: what lies sharded here becomes whole when they are used again.
         ``collective=False`` gathers nothing, for a rank that failed and must not wait for the
-        others: sharded parameters then stay placeholders. State can still be saved afterwards.
+        others: sharded parameters then have no values. ``keep_sharded=True`` leaves sharded
+        parameters so, for a model that does not fit: the module goes on working as before, on all
+        ranks together, until another engine takes it over. State can still be saved afterwards.
         """
         if self._closed:
             return
         self._closed = True
-        self._hooks.detach()
-        self._guards.remove()
-        for param in self.model.params.values():
-            forget(param)
         for stepper in self.steppers:
-            stepper.face.unbind()
-        if collective:
-            self.residency.release_all()
-            for unit in self.model.units:
-                if unit.sharded and unit.life is Life.SHARDED:
-                    unit.gather()
-                unit.wait()
-                unit.pins += 1
-            self.world.close()
+            stepper.face.retire(self._collector(stepper) if collective else _lost)
+        if not collective:
+            self._attachment.remove()
+            return
+        self.residency.release_all()
+        if keep_sharded and self.residency.gathers:
+            self._drop_threads.detach()
+            self._attachment.hand_over()
+            return
+        self._attachment.remove()
+        for unit in self.model.units:
+            if unit.sharded and unit.life is Life.SHARDED:
+                unit.gather()
+            unit.wait()
+            unit.pins += 1
+        self.world.close()
+
+    def _collector(self, stepper: Stepper) -> Collect:
+        model, world = self.model, self.world  # not the engine: an optimizer may outlive it
+
+        def collect(*, everywhere: bool) -> Mapping[str, Any]:
+            closed = world.closed
+            world.open()
+            try:
+                return full.optimizer_state(model, stepper, everywhere=everywhere)
+            finally:
+                if closed:
+                    world.close()
+
+        return collect
+
+
+def _lost(*, everywhere: bool) -> Mapping[str, Any]:
+    raise OptimizerError(
+        "this optimizer's state was lost with a zeroexp engine that ended after a failure; build a "
+        "new optimizer, or load a checkpoint"
+    )
 
 
 def _as_list(optimizers: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from zeroexp.placement import Tier
 
@@ -18,8 +18,7 @@ STATE_KINDS = ("params", "grads", "optim")
 ``workspace`` (gradient and receive buffers that are reused from step to step)."""
 
 
-@dataclass(frozen=True)
-class Holding:
+class Holding(NamedTuple):
     """Bytes of one kind that one unit holds on one tier; ``padding`` of them belong to no
     parameter."""
 

@@ -53,7 +53,7 @@ class Zeroexp:
         masters = [s.master for s in segments if s.has_master_copy]
         return State(
             params=[s.shard if s.sharded else s.full for s in segments],
-            grads=[s.owned for s in segments if s.spec.trainable],
+            grads=[s.grads.owned for s in segments if s.spec.trainable],
             optim=masters
             + [t for s in self.engine.steppers for t in tensors_in(dict(s.face.state))],
             padding_bytes=self.engine.ledger.padding_bytes(),

@@ -218,6 +218,17 @@ void test_host_range() {
       check(range.data() == bytes, "HostRange keeps its address");
     }
   }
+  for (const std::size_t from : sizes) {
+    for (const std::size_t to : sizes) {
+      HostRange source(from), target(to);
+      if (from > 0) std::memset(source.data(), 3, from);
+      target.take_pages(source);
+      if (to > 0) std::memset(target.data(), 4, to);
+      const char* const left = static_cast<const char*>(source.data());
+      for (std::size_t i = 0; i < from; i += 997) check(left[i] == 0, "HostRange left without pages reads as zeros");
+      source.take_pages(source);
+    }
+  }
 }
 
 }  // namespace

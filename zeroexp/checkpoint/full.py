@@ -159,10 +159,12 @@ def _describe(run: Run, state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def optimizer_state(model: ShardedModel, stepper: Stepper) -> dict[str, Any]:
-    """See :meth:`zeroexp.engine.Engine.optimizer_state_dict`."""
+def optimizer_state(
+    model: ShardedModel, stepper: Stepper, *, everywhere: bool = False
+) -> dict[str, Any]:
+    """See :meth:`zeroexp.engine.Engine.optimizer_state_dict`; ``everywhere``: on every rank."""
     world = model.around.world
-    first = world.rank == 0
+    wanted = everywhere or world.rank == 0
     numbers = _numbers(stepper)
     out: dict[int, dict[str, Any]] = {}
     for segment in stepper.segments:
@@ -178,7 +180,7 @@ def optimizer_state(model: ShardedModel, stepper: Stepper) -> dict[str, Any]:
                 if per_element(state.get(key), run):
                     flat[run.start : run.stop].copy_(state[key].reshape(-1))
             wholes[key] = _collect(model, segment, flat)
-        if not first:
+        if not wanted:
             continue
         for slot, param in enumerate(segment.params):
             at = segment.spec.slots[slot]
@@ -187,7 +189,7 @@ def optimizer_state(model: ShardedModel, stepper: Stepper) -> dict[str, Any]:
                 for key in note["elements"]:
                     entry[key] = wholes[key][at.offset : at.stop].view(at.spec.shape).clone()
                 entry.update({k: _unscalar(v) for k, v in note["scalars"].items()})
-    if not first:
+    if not wanted:
         return {}
     groups = []
     for group in stepper.optimizer.param_groups:

@@ -70,7 +70,7 @@ class P2PGroup(Group):
         n = shard.numel()
         if n == 0:
             return Pending((), what, self.timeout)
-        slices = out.split(n)
+        slices = _slices(out, n, self.size)
         works = [self._recv(slices[i], peer, tag, Op.ALL_GATHER) for i, peer in self.peers]
         works += [self._send(shard, peer, tag, Op.ALL_GATHER) for _, peer in self.peers]
         own = slices[self.index]
@@ -94,7 +94,7 @@ class P2PGroup(Group):
             return Pending((), what, self.timeout)
         mine = [part.to(wire) for part in parts]
         raw = self._pool.take((self.size - 1) * n, wire)
-        inbox = raw.view(wire)[: (self.size - 1) * n].split(n)
+        inbox = _slices(raw.view(wire), n, self.size - 1)
         summands = {i: buffer for (i, _), buffer in zip(self.peers, inbox, strict=True)}
         works = [self._recv(summands[i], peer, tag, Op.REDUCE_SCATTER) for i, peer in self.peers]
         works += [self._send(mine[i], peer, tag, Op.REDUCE_SCATTER) for i, peer in self.peers]
@@ -140,6 +140,11 @@ class P2PGroup(Group):
 
     def close(self) -> None:
         close_channel(self._channel)
+
+
+def _slices(flat: Tensor, n: int, count: int) -> list[Tensor]:
+    """The first ``count`` slices of ``n`` elements; ``Tensor.split`` takes twice as long."""
+    return [flat[i * n : (i + 1) * n] for i in range(count)]
 
 
 def _work(work: dist.Work | None) -> dist.Work:

@@ -69,6 +69,11 @@ class World:
         if not self.closed:
             return
         size = self.size
+        if size > 1 and not dist.is_initialized():
+            raise RankMismatch(
+                f"the process group of the {size} ranks that hold this state was destroyed; save "
+                "or use it before torch.distributed.destroy_process_group()"
+            )
         shard = self.shard_size or size
         shards = [tuple(range(k * shard, (k + 1) * shard)) for k in range(size // shard)]
         replicas = [tuple(range(k, size, shard)) for k in range(shard)]

@@ -9,10 +9,10 @@ second optimizer.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,6 +21,13 @@ from zeroexp.errors import OptimizerError
 
 State = MutableMapping[Tensor, dict[str, Any]]
 """Optimizer state by the tensor that is stepped."""
+
+
+class Collect(Protocol):
+    """Makes whole what an engine holds for an optimizer, in torch's format (collective)."""
+
+    def __call__(self, *, everywhere: bool) -> Mapping[str, Any]:
+        """On every rank, or on rank 0 alone; empty elsewhere."""
 
 
 class Face:
@@ -36,6 +43,8 @@ class Face:
         on_step: Callable[[], Any],
         on_zero_grad: Callable[[], None],
     ) -> None:
+        if state_left_behind(optimizer):
+            _unbind(optimizer)
         self.optimizer = optimizer
         self.state: State = defaultdict(dict)
         self._step = optimizer.step  # bound; a scheduler may have wrapped it already
@@ -84,8 +93,43 @@ class Face:
             optimizer.param_groups, optimizer.state = own_groups, own_state
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
 
-    def unbind(self) -> None:
-        """Give the optimizer its own methods back."""
-        for name in ("step", "zero_grad", "state_dict", "load_state_dict"):
-            with suppress(AttributeError):
-                delattr(self.optimizer, name)
+    def retire(self, collect: Collect) -> None:
+        """The engine ends. Its state stays where it is until the optimizer is used again, which
+        then goes on as if there had been no engine; nothing becomes whole that is not used."""
+        optimizer = self.optimizer
+
+        def restore() -> None:
+            _unbind(optimizer)
+            optimizer.load_state_dict(dict(collect(everywhere=True)))
+
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            restore()
+            return optimizer.step(closure) if closure is not None else optimizer.step()
+
+        def state_dict() -> Any:
+            restore()
+            return optimizer.state_dict()
+
+        def load_state_dict(state: Any) -> None:
+            _unbind(optimizer)
+            optimizer.load_state_dict(state)
+
+        _unbind(optimizer)
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        step._state_left_behind = collect  # type: ignore[attr-defined]
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        optimizer.state_dict = state_dict  # type: ignore[method-assign]
+        optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign, assignment]
+
+
+def state_left_behind(optimizer: Optimizer) -> Collect | None:
+    """How to collect the state that a closed engine holds for ``optimizer``, if one does."""
+    found: Collect | None = getattr(optimizer.step, "_state_left_behind", None)
+    return found
+
+
+def _unbind(optimizer: Optimizer) -> None:
+    """Give the optimizer its own methods back."""
+    for name in ("step", "zero_grad", "state_dict", "load_state_dict"):
+        with suppress(AttributeError):
+            delattr(optimizer, name)

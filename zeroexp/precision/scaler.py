@@ -40,6 +40,11 @@ class LossScale:
     def value(self) -> float:
         return self._state.value
 
+    @property
+    def at_floor(self) -> bool:
+        """Whether the next overflow is, or may be, the error of :meth:`update`."""
+        return self.dynamic and self.value <= self._config.floor
+
     def update(self, overflow: bool, *, culprit: str = "") -> None:
         """Account for one boundary. Raises :class:`NonFiniteError` on an overflow at the floor;
         ``culprit`` names the first parameter with a non-finite gradient."""

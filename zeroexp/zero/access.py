@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.hooks import RemovableHandle
 
 from zeroexp.comm import World
@@ -28,6 +29,10 @@ class Owner(Protocol):
     refuse."""
 
     transferable: bool
+
+    @property
+    def sharded(self) -> bool:
+        """Whether this rank holds a slice only."""
 
     @property
     def world(self) -> World:
@@ -50,9 +55,11 @@ class GuardedParameters(dict[str, Any]):
         super().__init__(dict.items(plain) if isinstance(plain, dict) else plain)
         self.owners = dict(owners)
         self.guards = guards
+        # Looked up at every use of a weight; where values are always there, nobody need be told.
+        self._told = {name: owner for name, owner in owners.items() if owner.sharded}
 
     def __getitem__(self, name: str) -> Any:
-        owner = self.owners.get(name)
+        owner = self._told.get(name)
         if owner is not None:
             owner.touch()
         return super().__getitem__(name)
@@ -62,6 +69,7 @@ class GuardedParameters(dict[str, Any]):
         if owner is not None and value is not super().__getitem__(name):
             if owner.transferable:  # a model under construction ties its weights
                 del self.owners[name]
+                self._told.pop(name, None)
                 super().__setitem__(name, value)
                 return
             raise ModelError(
@@ -113,7 +121,12 @@ class ModuleHook:
         self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if get_eval_frame_callback() is not None:
+            return torch.compiler.disable(self._call)(*args, **kwargs)
         return self._call(*args, **kwargs)
+
+    # A compiled module calls this between two graphs: what gathers must not become part of one.
+    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return no_hook

@@ -1,110 +1,257 @@
-"""What the ranks must agree on before a step: non-finite gradients, the global norm, who got
-gradients, late arrivals.
+"""From the gradients of a window to one step that is applied, skipped or refused, the same on every
+rank.
 
-One small exchange carries all of it. The norm sums owned shards in fp64 in rank order, at every
-stage, so clipping does not depend on the stage or the cut.
+The order is fixed: reduce what is left, agree on non-finite values, measure one norm, clip, step,
+move the loss scale.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from zeroexp import ops
 from zeroexp.comm import World
+from zeroexp.errors import NonFiniteError
+from zeroexp.precision import LossScale, Policy
+from zeroexp.zero.agreement import Agreement, agree, first_nonfinite
+from zeroexp.zero.model import ShardedModel
+from zeroexp.zero.reducer import Reducer
+from zeroexp.zero.residency import Residency
 from zeroexp.zero.segment import SegmentState
-from zeroexp.zero.unit import UnitState
+from zeroexp.zero.stepper import Stepper
+from zeroexp.zero.window import Window
+
+_LOG = logging.getLogger("zeroexp")
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """The same on every rank."""
+class Boundary:
+    """The boundary of one engine. ``clip`` is the L2 norm to which :meth:`step` clips, if any."""
 
-    sum_squares: float
-    """Of the reduced, still scaled gradients; not finite when any of them is not."""
-    late: tuple[int, ...]
-    """Indices of units that still wait for a reduction on some rank."""
-    touched: tuple[tuple[bool, ...], ...]
-    """Per segment and slot: whether any rank had a gradient."""
-    same_order: bool
-    """Whether all ranks used the units in the same order."""
-    bad_loss_ranks: tuple[int, ...]
-    """Ranks whose own loss was not finite."""
+    def __init__(
+        self,
+        model: ShardedModel,
+        residency: Residency,
+        reducer: Reducer,
+        window: Window,
+        scale: LossScale,
+        policy: Policy,
+        steppers: Sequence[Stepper],
+        *,
+        clip: float | None,
+    ) -> None:
+        self._model = model
+        self._residency = residency
+        self._reducer = reducer
+        self._window = window
+        self._scale = scale
+        self._policy = policy
+        self._steppers = steppers
+        self._clip = clip
+        self._agreements: dict[int, Agreement] = {}
+        self._factors: dict[int, float] = {}
+        self._summed: set[int] = set()
+        self.grad_norm: float | None = None
+        """Global L2 norm of the last gradients, unscaled, before clipping."""
+        self.grad_norm_clipped: float | None = None
+        """The same after clipping."""
+        self.steps = 0
+        """Boundaries passed, skipped ones included."""
+        self.skipped = 0
+        """Boundaries at which no step was applied because a gradient was not finite."""
 
     @property
-    def finite(self) -> bool:
-        return math.isfinite(self.sum_squares)
+    def _world(self) -> World:
+        return self._model.around.world
+
+    # -- agreement ---------------------------------------------------------------------------------
+
+    def finish(self, stepper: Stepper) -> Agreement:
+        """Reduce what is left, agree with the other ranks, measure the norm. Idempotent until
+        gradients are added, stepped or dropped."""
+        key = id(stepper)
+        if key in self._agreements:
+            return self._agreements[key]
+        if self._window.unreduced:
+            self._reducer.flush([u for u in self._reducer.units if u.trains])
+            self._window.unreduced = False
+        agreement = self._agree(stepper)
+        if agreement.late:  # gradients that arrived after their unit had been reduced, on some rank
+            self._reducer.flush([self._reducer.units[i] for i in agreement.late])
+            agreement = self._agree(stepper)
+        if self._world.replicas.size > 1 and key not in self._summed:
+            self._summed.add(key)
+            for segment in stepper.segments:
+                self._world.replicas.all_reduce(
+                    segment.grads.owned, tag=segment.tag, what="all-reduce over the replicas"
+                ).wait()
+            agreement = self._agree(stepper)
+        self._agreements[key] = agreement
+        self.grad_norm = self.grad_norm_clipped = self._norm_of([stepper])
+        return agreement
+
+    def _agree(self, stepper: Stepper) -> Agreement:
+        orders = [*self._residency.orders.values(), self._reducer.order]
+        agreement = agree(
+            self._world,
+            self._reducer.units,
+            stepper.segments,
+            digest=sum(order.digest() for order in orders),
+            loss_finite=self._window.loss_finite,
+        )
+        if agreement.same_order:
+            for order in orders:
+                order.adopt()
+        return agreement
+
+    def _norm_of(self, steppers: Sequence[Stepper]) -> float:
+        total = sum(self._agreements[id(s)].sum_squares for s in steppers)
+        return math.sqrt(total) / self._window.loss_scale if math.isfinite(total) else math.nan
+
+    # -- clipping ----------------------------------------------------------------------------------
+
+    def clip_norm(self, max_norm: float, steppers: Sequence[Stepper]) -> float:
+        """Scale the gradients down to a global L2 norm of ``max_norm``; returns the norm before
+        (torch's ``clip_grad_norm_``, with its 1e-6)."""
+        for stepper in steppers:
+            self.finish(stepper)
+        norm = self._norm_of(steppers)
+        self.grad_norm = self.grad_norm_clipped = norm
+        if math.isfinite(norm):
+            coefficient = _coefficient(max_norm, norm)
+            self.grad_norm_clipped = norm * coefficient
+            for stepper in steppers:
+                self._factors[id(stepper)] = self._factors.get(id(stepper), 1.0) * coefficient
+        return norm
+
+    def clip_value(self, limit: float, steppers: Sequence[Stepper]) -> None:
+        """Clamp every element of the unscaled gradients to ``[-limit, limit]``."""
+        for stepper in steppers:
+            if not self.finish(stepper).finite:
+                continue
+            bound = limit * self._window.loss_scale
+            for segment in stepper.segments:
+                if segment.grads.has_owned:
+                    segment.grads.owned.clamp_(-bound, bound)
+            del self._agreements[id(stepper)]
+            before = self.grad_norm
+            self.finish(stepper)
+            self.grad_norm = before
+
+    # -- step --------------------------------------------------------------------------------------
+
+    def step(self, steppers: Sequence[Stepper]) -> bool:
+        """Apply the gradients; True if they were applied. Raises :class:`NonFiniteError`."""
+        agreements = [self.finish(s) for s in steppers]
+        finite = all(a.finite for a in agreements)
+        self.steps += 1
+        self._window.restart()
+        if not finite and self._policy.nonfinite != "apply":
+            self._refuse(steppers, agreements)
+            return False
+        if finite:
+            norm = self._norm_of(steppers)
+            if self._clip:
+                for one in steppers:
+                    self._factors.setdefault(id(one), _coefficient(self._clip, norm))
+            factor = self._factors.get(id(steppers[0]), 1.0) if steppers else 1.0
+            self.grad_norm, self.grad_norm_clipped = norm, norm * factor
+        for stepper, agreement in zip(steppers, agreements, strict=True):
+            touched = dict(zip((s.tag for s in stepper.segments), agreement.touched, strict=True))
+            factor = self._factors.get(id(stepper), 1.0)
+            stepper.step(touched, factor / self._window.loss_scale)
+        self._residency.release_all()
+        self.forget(steppers)
+        self._scale.update(overflow=False)
+        return True
+
+    def _refuse(self, steppers: Sequence[Stepper], agreements: Sequence[Agreement]) -> None:
+        """A gradient is not finite: skip or stop, on every rank alike."""
+        stop = self._policy.nonfinite == "stop"
+        name, owner = "", -1
+        if stop or self._scale.at_floor:
+            segments = [s for stepper in steppers for s in stepper.segments]
+            name, owner = first_nonfinite(self._world, segments)
+        self._residency.release_all()
+        self.forget(steppers)
+        if stop:
+            bad = sorted({r for a in agreements for r in a.bad_loss_ranks})
+            raise NonFiniteError(self._reason(name, owner, bad))
+        before = self._scale.value
+        self._scale.update(overflow=True, culprit=name)
+        self.skipped += 1
+        if self._world.rank == 0:
+            change = (
+                f"loss scale {before:g} -> {self._scale.value:g}"
+                if self._scale.dynamic
+                else "not finite"
+            )
+            _LOG.warning("step %d skipped: gradients overflow, %s", self.steps, change)
+
+    def _reason(self, name: str, owner: int, bad: Sequence[int]) -> str:
+        loss = f"; the loss was not finite on rank {', '.join(map(str, bad))}" if bad else ""
+        outside = (
+            " A loss that reads parameters outside of forward() (a penalty on weights) must be "
+            "computed inside engine.scope() at this ZeRO stage."
+            if self._residency.gathers
+            else ""
+        )
+        return (
+            f"step {self.steps}: the gradient of {name} is not finite (found by rank {owner}, "
+            f"which owns that part){loss}. Set precision.nonfinite=skip to skip such steps; look "
+            "for a division by zero, a log of zero, or a learning rate that is too high." + outside
+        )
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def reopen(self) -> None:
+        """More gradients will be added to those that were agreed upon: clipping decided so far is
+        applied to them now, and of what replicas have summed one replica keeps the sum."""
+        for stepper in self._steppers:
+            factor = self._factors.pop(id(stepper), 1.0)
+            if id(stepper) in self._summed and self._world.replicas.index:
+                factor = 0.0
+            if factor != 1.0:
+                for segment in stepper.segments:
+                    owned = segment.grads.owned if segment.grads.has_owned else None
+                    if owned is not None:
+                        owned.mul_(factor) if factor else owned.zero_()
+        self._agreements.clear()
+        self._summed.clear()
+
+    def forget(self, steppers: Sequence[Stepper]) -> None:
+        """Drop the accumulated gradients of ``steppers``."""
+        mine = {s.tag for stepper in steppers for s in stepper.segments}
+        for unit in self._reducer.units:
+            unit.clear_gradients(mine)
+        for stepper in steppers:
+            self._agreements.pop(id(stepper), None)
+            self._factors.pop(id(stepper), None)
+            self._summed.discard(id(stepper))
+        left = any(any(s.grads.touched) for s in self._model.trainable_segments)
+        self._window.forget(gradients_left=left)
+
+    def full_grad(
+        self, param: nn.Parameter, segment: SegmentState, slot: int, stepper: Stepper
+    ) -> Tensor | None:
+        """The whole reduced gradient of ``param``, which is ``slot`` of ``segment``, in fp32,
+        unscaled and clipped; ``None`` if no rank has one (collective)."""
+        agreement = self.finish(stepper)
+        if not agreement.touched[stepper.segments.index(segment)][slot]:
+            return None
+        owned = segment.grads.owned
+        out = torch.empty(segment.spec.size, dtype=owned.dtype, device=owned.device)
+        self._world.gather.all_gather(
+            out, owned.clone(), tag=segment.tag, what="all-gather of a gradient"
+        ).wait()
+        at = segment.spec.slots[slot]
+        grad = out[at.offset : at.stop].view(at.spec.shape).float()
+        return grad * (self._factors.get(id(stepper), 1.0) / self._window.loss_scale)
 
 
-def local_sum_squares(segments: Sequence[SegmentState]) -> float:
-    """Sum of squares of the owned gradients of this rank."""
-    return sum(_sum_squares(s.owned) for s in segments if s.has_owned)
-
-
-def _sum_squares(t: Tensor) -> float:
-    if t.device.type == "cpu":
-        return ops.sum_squares(t)
-    return float(torch.linalg.vector_norm(t, dtype=torch.float64).square())
-
-
-def agree(
-    world: World,
-    units: Sequence[UnitState],
-    segments: Sequence[SegmentState],
-    *,
-    digest: int,
-    loss_finite: bool,
-) -> Agreement:
-    """Exchange and combine what each rank knows. ``digest`` identifies the order in which it used
-    the units."""
-    head = torch.tensor(
-        [local_sum_squares(segments), float(digest), float(loss_finite)], dtype=torch.float64
-    )
-    late = torch.tensor([u.pending_window for u in units], dtype=torch.uint8)
-    touched = torch.tensor([t for s in segments for t in s.touched], dtype=torch.uint8)
-    rows = world.control.exchange(
-        torch.cat([head.view(torch.uint8), late, touched]), "agreement on the gradients"
-    )
-    heads = rows[:, : head.nbytes].flatten().clone().view(torch.float64).view(-1, len(head))
-    late_any = rows[:, head.nbytes : head.nbytes + len(late)].amax(dim=0)
-    touched_any = rows[:, head.nbytes + len(late) :].amax(dim=0).bool().tolist()
-    total = 0.0
-    for rank in world.gather.ranks:  # replicas hold the same shards: count one set
-        total += float(heads[rank, 0])
-    per_segment, at = [], 0
-    for segment in segments:
-        per_segment.append(tuple(touched_any[at : at + len(segment.touched)]))
-        at += len(segment.touched)
-    return Agreement(
-        sum_squares=total,
-        late=tuple(late_any.nonzero().flatten().tolist()),
-        touched=tuple(per_segment),
-        same_order=bool((heads[:, 1] == heads[0, 1]).all()),
-        bad_loss_ranks=tuple((heads[:, 2] == 0).nonzero().flatten().tolist()),
-    )
-
-
-def first_nonfinite(world: World, segments: Sequence[SegmentState]) -> tuple[str, int]:
-    """Name and owning rank of the first parameter, in model order, whose reduced gradient is not
-    finite (collective)."""
-    mine = -1
-    names = [slot.spec.name for s in segments for slot in s.spec.slots]
-    base = 0
-    for segment in segments:
-        if mine < 0 and segment.has_owned and not math.isfinite(_sum_squares(segment.owned)):
-            for piece in segment.spec.pieces(segment.index):
-                part = segment.owned[piece.shard_start : piece.shard_start + piece.numel]
-                if not bool(torch.isfinite(part).all()):
-                    mine = base + segment.spec.slots.index(piece.slot)
-                    break
-        base += len(segment.spec.slots)
-    rows = world.control.exchange(torch.tensor([mine]), "search for the non-finite gradient")
-    found = [(int(v), rank) for rank, v in enumerate(rows.flatten().tolist()) if v >= 0]
-    if not found:
-        return "unknown", -1
-    index, rank = min(found)
-    return names[index], rank
+def _coefficient(max_norm: float, norm: float) -> float:
+    return min(1.0, max_norm / (norm + 1e-6))

@@ -20,7 +20,8 @@ def gathered(
 ) -> Iterator[None]:
     """Inside, ``params`` (of an engine's module) are whole on every rank; every rank must enter.
 
-    With ``modify_rank`` what that rank writes is kept and reaches the others. Without it the
+    With ``modify_rank`` what that rank writes is kept and reaches the others, unless the body
+    raises: then nothing is kept. Without it the
     parameters are read-only: an in-place write raises :class:`ModelError` at the end, since it
     would be lost. Parameters that no engine manages are whole already.
     """
@@ -34,13 +35,15 @@ def gathered(
             return
         versions = [p._version for p in wanted]
         before = [p.detach().clone() for p in wanted]
-        yield
-        changed = [
-            i for i, (p, v) in enumerate(zip(wanted, versions, strict=True)) if p._version != v
-        ]
-        with torch.no_grad():
-            for i in changed:
-                wanted[i].copy_(before[i])
+        try:
+            yield
+        finally:
+            changed = [
+                i for i, (p, v) in enumerate(zip(wanted, versions, strict=True)) if p._version != v
+            ]
+            with torch.no_grad():
+                for i in changed:
+                    wanted[i].copy_(before[i])
         if owners:  # a write on one rank is an error on all of them
             world = next(iter(owners.values())).world
             first = torch.tensor([changed[0] if changed else -1])

@@ -57,16 +57,39 @@ class Edge:
     def of(cls, tensor: Tensor) -> Edge:
         """The edge of ``tensor`` as it is now: one that was changed in place since is another
         activation."""
-        edge: Edge | None = getattr(tensor, cls._ATTRIBUTE, None)
+        edge: Edge | None = tensor.__dict__.get(cls._ATTRIBUTE)
         if edge is None or edge.version != tensor._version:
-            edge = cls(tensor._version)
-            setattr(tensor, cls._ATTRIBUTE, edge)
+            edge = tensor.__dict__[cls._ATTRIBUTE] = cls(tensor._version)
             tensor.register_hook(edge)
         return edge
 
     def __call__(self, grad: Tensor) -> None:
-        for event in (*self.retire, *self.gather):
+        for event in self.retire:
             event(grad)
+        for event in self.gather:
+            event(grad)
+
+
+class Arrival:
+    """Takes the complete gradient of one parameter from autograd."""
+
+    __slots__ = ("__weakref__", "_hooks", "_segment", "_slot", "_unit")
+
+    def __init__(self, hooks: Hooks, unit: UnitState, segment: SegmentState, slot: int) -> None:
+        self._hooks, self._unit, self._segment, self._slot = hooks, unit, segment, slot
+
+    def __call__(self, param: Tensor) -> None:
+        grad = param.grad
+        if grad is None:
+            return
+        param.grad = None
+        unit = self._unit
+        self._hooks.gradient_arrives(unit, self._segment, self._slot)
+        unit.accept(
+            self._segment.grads, self._slot, param, grad.detach() if grad.requires_grad else grad
+        )
+        if unit.complete:
+            self._hooks.unit_complete(unit)
 
 
 class Hooks:
@@ -90,7 +113,7 @@ class Hooks:
         self._backward_begins = backward_begins
         self._root: UnitState | None = None
         self._handles: list[RemovableHandle] = []
-        self._sources: list[tuple[UnitState, SegmentState, int]] = []
+        self._arrivals: list[Arrival] = []
 
     def attach_root(
         self, module: nn.Module, unit: UnitState | None, forward_begins: Callable[[], None]
@@ -163,14 +186,15 @@ class Hooks:
 
     def attach_parameter(self, unit: UnitState, segment: SegmentState, slot: int) -> None:
         """Take each gradient from autograd as soon as it is complete."""
+        arrival = Arrival(self, unit, segment, slot)
+        self._arrivals.append(arrival)
         # Weak: torch hides the hooks of a parameter from the garbage collector, so a hook that
         # reaches the engine would keep it, and all of its memory and threads, for ever.
-        hooks, number = weakref.ref(self), len(self._sources)
-        self._sources.append((unit, segment, slot))
+        reference = weakref.ref(arrival)
 
         def hook(param: Tensor) -> None:
-            if (alive := hooks()) is not None:
-                alive._on_gradient(*alive._sources[number], param)
+            if (alive := reference()) is not None:
+                alive(param)
 
         self._handles.append(segment.params[slot].register_post_accumulate_grad_hook(hook))
 
@@ -230,12 +254,9 @@ class Hooks:
         if torch.is_grad_enabled():  # create_graph: a later backward will read these weights
             residency.hold(unit)
 
-    def _on_gradient(
-        self, unit: UnitState, segment: SegmentState, slot: int, param: Tensor
-    ) -> None:
-        grad, param.grad = param.grad, None
-        if grad is None:
-            return
+    def gradient_arrives(self, unit: UnitState, segment: SegmentState, slot: int) -> None:
+        """Autograd has completed a gradient of ``unit``. Raises :class:`ModelError` where it was
+        computed from placeholders."""
         self._backward_begins()
         if unit.life is not Life.WHOLE and not self._residency.was_needed(unit):
             raise ModelError(
@@ -247,8 +268,9 @@ class Hooks:
             )
         if unit.flow is Flow.REDUCING:
             self._reducer.settle(unit)
-        unit.accept(segment, slot, grad.detach() if grad.requires_grad else grad)
-        if unit.complete:
-            self._reducer.ready(unit)
-            if unit.done_with_gradients and unit is not self._root:
-                self._residency.retire(unit)
+
+    def unit_complete(self, unit: UnitState) -> None:
+        """All gradients of ``unit`` have arrived."""
+        self._reducer.ready(unit)
+        if unit.done_with_gradients and unit is not self._root:
+            self._residency.retire(unit)

@@ -34,6 +34,8 @@ class ShardedModel:
         self.params: dict[str, nn.Parameter] = {}
         """First name to parameter."""
         self._former, guards = self._former_owners()
+        self.born_sharded = any(o.sharded for owners in self._former.values() for o in owners)
+        """Whether the parameters were sharded before: the whole model may not fit."""
         self.specs = self._collect(groups)
         self._agree()
         self.layout: Layout = make_layout(self.specs, cut=cut, shards=around.world.gather.size)
@@ -151,6 +153,9 @@ class ShardedModel:
             module = self.module.get_submodule(unit.name)
             self.units.append(UnitState(unit.name, module, segments, self.around.world.rank))
             self._index(self.units[-1])
+        for segment in self.segments:  # former owners showed their own whenever they were asked
+            segment.show()
+        self.around.spare.drop()
 
     @torch.no_grad()
     def _share_buffers(self) -> None:
@@ -190,6 +195,8 @@ class ShardedModel:
             dtype = torch.promote_types(dtype, param.dtype)
         flat = torch.zeros(segment.spec.size, dtype=dtype, device=self.around.device)
         owners = [o for p in segment.params for o in self._former.get(id(p), ())]
+        if not owners:
+            self._refuse_empty(segment)
         with whole(owners), torch.no_grad():
             for slot, param in zip(segment.spec.slots, segment.params, strict=True):
                 flat[slot.offset : slot.stop].copy_(param.detach().reshape(-1))
@@ -198,6 +205,16 @@ class ShardedModel:
                 flat, source=0, tag=segment.tag, what="first broadcast of the parameters"
             ).wait()
         return flat
+
+    @staticmethod
+    def _refuse_empty(segment: SegmentState) -> None:
+        for slot, param in zip(segment.spec.slots, segment.params, strict=True):
+            if param.untyped_storage().nbytes() < param.numel() * param.element_size():
+                raise ModelError(
+                    f"parameter {slot.spec.name} has the shape {tuple(param.shape)} but no memory "
+                    "for it: it is expanded, or an engine that ended after a failure left it "
+                    "without values. Build the model anew, or load a checkpoint into a new one."
+                )
 
     # -- unfreezing --------------------------------------------------------------------------------
 
@@ -289,6 +306,7 @@ class ShardedModel:
     def whole_units(self, units: Sequence[UnitState], *, edit: bool = False) -> Iterator[None]:
         """``units`` are whole inside; with ``edit`` what was written is kept."""
         opened = []
+        kept = [(s, s.full.clone()) for u in units for s in u.segments if edit and not s.sharded]
         for unit in units:
             if unit.life is Life.SHARDED:
                 unit.gather()
@@ -301,12 +319,17 @@ class ShardedModel:
                 for unit in units:
                     for segment in unit.segments:
                         segment.write_back()
+        except BaseException:  # half an edit is on this rank alone
+            for segment, values in kept:
+                segment.full.copy_(values)
+            raise
         finally:
             for unit in units:
                 unit.pins -= 1
             for unit in opened:
                 if unit.pins == 0:
                     unit.release()
+            self.around.spare.drop()
 
 
 def raw_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -15,13 +15,16 @@ from zeroexp.zero.unit import Life, UnitState
 class EngineOwner:
     """See :class:`zeroexp.zero.access.Owner`."""
 
-    transferable = False
-
     def __init__(self, unit: UnitState, model: ShardedModel, residency: Residency) -> None:
         self._unit = unit
         self._model = model
         self._residency = residency
         self._open: list[ExitStack] = []
+        self.transferable = False
+
+    @property
+    def sharded(self) -> bool:
+        return self._unit.sharded
 
     @property
     def world(self) -> World:

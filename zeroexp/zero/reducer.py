@@ -32,7 +32,8 @@ class Reducer:
     def set_units(self, units: Sequence[UnitState]) -> None:
         """The units that have gradients, in the order in which a backward completes them."""
         self.order = UseOrder(units)
-        self._units = list(units)
+        self.units = list(units)
+        """Units with gradients, in the order in which a plain backward completes them."""
 
     def begin(self, *, reduce: bool, divisor: float, divide_on_arrival: bool) -> None:
         """A backward begins."""
@@ -43,7 +44,7 @@ class Reducer:
         self._turn = 0
         self._queue = [u for u in self.order.units if u.trains]
         self.order.start_trace()
-        for unit in self._units:
+        for unit in self.units:
             unit.begin_backward(divisor, divide_on_arrival)
 
     def ready(self, unit: UnitState) -> None:
@@ -100,7 +101,7 @@ class Reducer:
         """
         self.reducing = False
         self.drain()
-        for unit in self._units:
+        for unit in self.units:
             unit.clear_gradients()
 
     @property

@@ -13,6 +13,7 @@ from enum import Enum
 
 import torch
 
+from zeroexp.zero.buffer import SparePages
 from zeroexp.zero.order import UseOrder, backward_order
 from zeroexp.zero.unit import Life, UnitState
 
@@ -30,7 +31,12 @@ class Residency:
     """
 
     def __init__(
-        self, units: Sequence[UnitState], *, prefetch: int, keeps: Callable[[UnitState], bool]
+        self,
+        units: Sequence[UnitState],
+        spare: SparePages,
+        *,
+        prefetch: int,
+        keeps: Callable[[UnitState], bool],
     ) -> None:
         sharded = [u for u in units if u.sharded]
         self.orders = {
@@ -38,12 +44,14 @@ class Residency:
             Direction.BACKWARD: UseOrder(backward_order(sharded)),
         }
         self._units = sharded
+        self._spare = spare
         self._prefetch = prefetch
         self._keeps = keeps
         self._direction: Direction | None = None
         self._issued: set[int] = set()
         self._ahead: list[UnitState] = []
         self._used: set[int] = set()
+        self._passed = 0  # all units before this place in the order have been gathered
         self._visitors: list[UnitState] = []
         self._visited: set[int] = set()
         self._held: list[UnitState] = []
@@ -84,6 +92,7 @@ class Residency:
         self._direction = direction
         self._issued = {id(u) for u in self._units if u.life is not Life.SHARDED}
         self._used = set()
+        self._passed = 0
         self._ahead = []
         self.orders[direction].start_trace()
         if direction is Direction.FORWARD:
@@ -116,6 +125,7 @@ class Residency:
                 unit.outstanding = 0
                 unit.open.clear()
         self._visitors = self._visitors if keeping else []
+        self._spare.drop()
 
     # -- units -------------------------------------------------------------------------------------
 
@@ -151,7 +161,8 @@ class Residency:
     def _catch_up(self, order: UseOrder, at: int) -> None:
         """Gather with the others what this rank skips on its way to position ``at``, and drop
         it."""
-        skipped = [u for u in order.units[:at] if id(u) not in self._issued]
+        passed, self._passed = self._passed, max(at, self._passed)
+        skipped = [u for u in order.units[passed:at] if id(u) not in self._issued]
         for unit in skipped:
             unit.gather()
             self._issued.add(id(unit))
@@ -212,3 +223,4 @@ class Residency:
         for unit in self._units:
             if unit.pins == 0:
                 unit.release()
+        self._spare.drop()

@@ -79,6 +79,7 @@ class BornUnit:
     """One block under construction. See :class:`zeroexp.zero.access.Owner`."""
 
     transferable = True
+    sharded = True
 
     def __init__(self, session: Session, named: Mapping[str, nn.Parameter], number: int) -> None:
         self._session = session

@@ -108,8 +108,9 @@ class Stepper:
         active = [s for s in self.segments if any(touched[s.tag])]
         for segment in active:
             segment.check_views()
+            segment.adopt_edits()
         if not around.placement.optim.sharded:
-            for pending in [s.spread() for s in active]:
+            for pending in [s.grads.spread() for s in active]:
                 pending.wait()
         optimizer = self.optimizer
         fuses = isinstance(optimizer, FusesPasses)
@@ -119,7 +120,7 @@ class Stepper:
         for segment in active:
             history = self.histories[segment.tag]
             history.split(touched[segment.tag], self.face.state)
-            gradient = segment.gradient
+            gradient = segment.grads.stepped
             if scale != 1.0 and not fuses:
                 gradient.mul_(scale)
             for run in history.runs:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from zeroexp.comm import Pending
 from zeroexp.errors import CollectiveTimeout, ModelError
+from zeroexp.zero.gradient import GradientState
 from zeroexp.zero.segment import SegmentState
 
 
@@ -57,7 +58,7 @@ class UnitState:
         self._frozen = False
         self._gathers = 0
         self._expected = 0
-        self._seen: set[tuple[int, int]] = set()
+        self._seen: set[int] = set()
         self._pending: list[Pending] = []
         self._finish: list[Callable[[], None]] = []
         self.set_segments(segments)
@@ -138,12 +139,12 @@ class UnitState:
         self._seen = set()
         self._frozen = self._expected < sum(len(s.params) for s in self.segments)
         for segment in self._trainable:
-            segment.begin_window(divisor, divide_on_arrival)
+            segment.grads.begin_window(divisor, divide_on_arrival)
 
-    def accept(self, segment: SegmentState, slot: int, grad: Tensor) -> None:
-        """A gradient arrived."""
-        segment.accept(slot, grad)
-        self._seen.add((segment.tag, slot))
+    def accept(self, grads: GradientState, slot: int, param: Tensor, grad: Tensor) -> None:
+        """The gradient of ``param`` arrived."""
+        grads.accept(slot, grad)
+        self._seen.add(id(param))
 
     @property
     def complete(self) -> bool:
@@ -159,7 +160,7 @@ class UnitState:
     def reduce(self) -> None:
         """Start to bring the gradients to their owners."""
         self._expect(Flow.ACCUMULATING, Flow.OWNED, of=self.flow, action="start a reduction")
-        self._finish = [s.reduce() for s in self._trainable]
+        self._finish = [s.grads.reduce() for s in self._trainable]
         self.flow = Flow.REDUCING
 
     def finish_reduction(self) -> None:
@@ -172,12 +173,12 @@ class UnitState:
     @property
     def pending_window(self) -> bool:
         """Whether gradients of this rank wait for a reduction."""
-        return any(s.pending_window for s in self._trainable)
+        return any(s.grads.pending for s in self._trainable)
 
     def clear_gradients(self, tags: Container[int] | None = None) -> None:
         """Forget the gradients of the segments in ``tags`` (of all)."""
         for segment in self._trainable:
             if tags is None or segment.tag in tags:
-                segment.clear_gradients()
-        if not any(s.has_owned for s in self._trainable):
+                segment.grads.clear()
+        if not any(s.grads.has_owned for s in self._trainable):
             self.flow = Flow.ACCUMULATING

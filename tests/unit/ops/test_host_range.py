@@ -81,6 +81,28 @@ def test_large_compiled_ranges_start_at_a_huge_page(isa: str) -> None:
     assert memory.resident_bytes == 0
 
 
+@pytest.mark.parametrize(("size", "other"), [(5, 5), (5, 3), (3, 5), (5, 1), (1, 1)])
+def test_pages_move_between_ranges(isa: str, size: int, other: int) -> None:
+    source, target = ops.HostRange(size * MIB), ops.HostRange(other * MIB)
+    left, taken = source.tensor(torch.uint8), target.tensor(torch.uint8)
+    address = taken.data_ptr()
+    left.fill_(1)
+    target.take_pages(source)
+    assert left.eq(0).all(), "the range left behind reads as zeros"
+    taken.fill_(2)
+    left.fill_(3)
+    assert taken.data_ptr() == address and taken.eq(2).all() and left.eq(3).all()
+    target.release()
+    source.take_pages(source)
+    assert left.eq(3).all(), "taking its own pages changes nothing"
+    source.release()
+    if isa != "reference" and size == other and size > 2:
+        left.fill_(1)
+        target.take_pages(source)
+        assert target.resident_bytes == size * MIB, "they came along"
+        assert taken.eq(1).all()
+
+
 def test_views_by_count_and_offset(isa: str) -> None:
     memory = ops.HostRange(100)
     memory.tensor(torch.uint8)[40:44] = torch.tensor([0, 0, 128, 63], dtype=torch.uint8)

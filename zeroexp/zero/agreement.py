@@ -1,0 +1,111 @@
+"""What the ranks must agree on before a step: non-finite gradients, the global norm, who got
+gradients, late arrivals.
+
+One small exchange carries all of it. The norm sums owned shards in fp64 in rank order, at every
+stage, so clipping does not depend on the stage or the cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zeroexp import ops
+from zeroexp.comm import World
+from zeroexp.zero.segment import SegmentState
+from zeroexp.zero.unit import UnitState
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The same on every rank."""
+
+    sum_squares: float
+    """Of the reduced, still scaled gradients; not finite when any of them is not."""
+    late: tuple[int, ...]
+    """Indices of units that still wait for a reduction on some rank."""
+    touched: tuple[tuple[bool, ...], ...]
+    """Per segment and slot: whether any rank had a gradient."""
+    same_order: bool
+    """Whether all ranks used the units in the same order."""
+    bad_loss_ranks: tuple[int, ...]
+    """Ranks whose own loss was not finite."""
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.sum_squares)
+
+
+def local_sum_squares(segments: Sequence[SegmentState]) -> float:
+    """Sum of squares of the owned gradients of this rank."""
+    return sum(_sum_squares(s.grads.owned) for s in segments if s.grads.has_owned)
+
+
+def _sum_squares(t: Tensor) -> float:
+    if t.device.type == "cpu":
+        return ops.sum_squares(t)
+    return float(torch.linalg.vector_norm(t, dtype=torch.float64).square())
+
+
+def agree(
+    world: World,
+    units: Sequence[UnitState],
+    segments: Sequence[SegmentState],
+    *,
+    digest: int,
+    loss_finite: bool,
+) -> Agreement:
+    """Exchange and combine what each rank knows. ``digest`` identifies the order in which it used
+    the units."""
+    head = torch.tensor(
+        [local_sum_squares(segments), float(digest), float(loss_finite)], dtype=torch.float64
+    )
+    late = torch.tensor([u.pending_window for u in units], dtype=torch.uint8)
+    touched = torch.tensor([t for s in segments for t in s.grads.touched], dtype=torch.uint8)
+    rows = world.control.exchange(
+        torch.cat([head.view(torch.uint8), late, touched]), "agreement on the gradients"
+    )
+    heads = rows[:, : head.nbytes].flatten().clone().view(torch.float64).view(-1, len(head))
+    late_any = rows[:, head.nbytes : head.nbytes + len(late)].amax(dim=0)
+    touched_any = rows[:, head.nbytes + len(late) :].amax(dim=0).bool().tolist()
+    total = 0.0
+    for rank in world.gather.ranks:  # replicas hold the same shards: count one set
+        total += float(heads[rank, 0])
+    per_segment, at = [], 0
+    for segment in segments:
+        per_segment.append(tuple(touched_any[at : at + len(segment.grads.touched)]))
+        at += len(segment.grads.touched)
+    return Agreement(
+        sum_squares=total,
+        late=tuple(late_any.nonzero().flatten().tolist()),
+        touched=tuple(per_segment),
+        same_order=bool((heads[:, 1] == heads[0, 1]).all()),
+        bad_loss_ranks=tuple((heads[:, 2] == 0).nonzero().flatten().tolist()),
+    )
+
+
+def first_nonfinite(world: World, segments: Sequence[SegmentState]) -> tuple[str, int]:
+    """Name and owning rank of the first parameter, in model order, whose reduced gradient is not
+    finite (collective)."""
+    mine = -1
+    names = [slot.spec.name for s in segments for slot in s.spec.slots]
+    base = 0
+    for segment in segments:
+        grads = segment.grads
+        if mine < 0 and grads.has_owned and not math.isfinite(_sum_squares(grads.owned)):
+            for piece in segment.spec.pieces(segment.index):
+                part = grads.owned[piece.shard_start : piece.shard_start + piece.numel]
+                if not bool(torch.isfinite(part).all()):
+                    mine = base + segment.spec.slots.index(piece.slot)
+                    break
+        base += len(segment.spec.slots)
+    rows = world.control.exchange(torch.tensor([mine]), "search for the non-finite gradient")
+    found = [(int(v), rank) for rank, v in enumerate(rows.flatten().tolist()) if v >= 0]
+    if not found:
+        return "unknown", -1
+    index, rank = min(found)
+    return names[index], rank
