@@ -193,9 +193,14 @@ def _complain(error: Exception) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; what is wrong is one message on stderr. Returns the exit code.
 
-    0 ok, 1 a run failed, 2 something is wrong with the configuration, 130 Ctrl-C.
+    0 ok, 1 a run failed, 2 something is wrong with the configuration, 130 Ctrl-C. ``argv`` is what
+    follows ``train.py``, where no word at all is a run as configured; without it this is the
+    command ``zeroexp``, which then says what it can do.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and not words:
+        print(USAGE, end="", file=sys.stderr)
+        return 2
     try:
         if words == ["--version"]:
             print(f"zeroexp {__version__}")

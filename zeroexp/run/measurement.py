@@ -71,6 +71,7 @@ class Measurement(Callback):
         self._printed_at = 0
         self._control_bytes = 0
         self._evaluated = False  # since the last step
+        self._highest_rss = 0
         plan = read_json(directory.plan) or {}
         # The planner's figures for this rank, to be drawn beside what happens.
         self._predicted = {
@@ -183,7 +184,7 @@ class Measurement(Callback):
             "step_time_s": seconds,
             "tokens_per_s": rate,
             "mfu": mfu(*self._flops[:2], rate, self._flops[2])["value"],
-            "peak_rss_bytes": peak_rss_bytes(),
+            "peak_rss_bytes": self._peak_rss(),
             "peak_device_bytes": _peak_device_bytes(trainer),
             "state_bytes": self._engine(trainer).ledger.state_bytes(),
             "sent_bytes": figures.comm_bytes_per_step,
@@ -238,6 +239,13 @@ class Measurement(Callback):
             self.figures.comm_bytes_per_step = {**ledger.comm_bytes_per_step(), "control": sent}
         self._evaluated = False
 
+    def _peak_rss(self) -> int | None:
+        """The highest the system ever said: its own counters lag behind and may take some back."""
+        now = peak_rss_bytes()
+        if now is not None:
+            self._highest_rss = max(self._highest_rss, now)
+        return self._highest_rss or None
+
     def _finish(self, trainer: Trainer) -> None:
         figures = self.figures
         if self._step:
@@ -252,7 +260,7 @@ class Measurement(Callback):
         figures.step_time_s = {"median": times.median, "p95": times.p95, "n": times.n}
         flops, rule, peak = self._flops
         figures.mfu = mfu(flops, rule, times.tokens_per_s, peak)
-        figures.peak_rss_bytes = peak_rss_bytes()
+        figures.peak_rss_bytes = self._peak_rss()
         figures.peak_device_bytes = _peak_device_bytes(trainer)
         self._file.flush()
         if self._rows is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,13 @@ def test_doctor_names_what_is_in_use(capsys: pytest.CaptureFixture[str]) -> None
     page = capsys.readouterr().out
     for line in ("python", "torch", "torch threads", "ops", "precision=auto", "memory", "/dev/shm"):
         assert any(row.startswith(line) for row in page.splitlines()), line
+
+
+def test_the_command_alone_says_what_it_can_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``zeroexp`` starts no run that nobody asked for; ``python train.py`` is a run."""
+    monkeypatch.setattr(sys, "argv", ["zeroexp"])
+    assert main() == 2
+    said = capsys.readouterr()
+    assert "zeroexp plan" in said.err and not said.out
