@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 def test_a_compiled_module_is_refused_with_the_way_to_do_it() -> None:
     compiled = torch.compile(Net(), backend="eager")
-    with pytest.raises(ModelError, match=r"block\.forward = torch\.compile\(block\.forward\)"):
+    with pytest.raises(ModelError, match=r"block\.compile\(\)"):
         trainer(ZeroStrategy(1)).fit(compiled, data())
 
 
