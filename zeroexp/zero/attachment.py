@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 from torch import nn
@@ -70,6 +71,8 @@ class Attachment:
         for owner in self._owners.values():
             owner.transferable = True
         self._handed_over = True
+        # A module that nobody takes over must not leave the threads of its groups behind.
+        weakref.finalize(self._model.module, self._model.around.world.close)
 
     def remove(self) -> None:
         """Make the module plain again."""
