@@ -4,7 +4,6 @@ placement of state."""
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -102,11 +101,15 @@ class Engine:
         reshard = zero.reshard_after_forward
         self.residency = Residency(
             self.model.units,
-            self._around.spare,
+            self._around,
             prefetch=zero.prefetch if zero.overlap else 0,
             keeps=lambda unit: reshard == "false" or (reshard == "auto" and unit is root),
         )
-        self.reducer = Reducer(self._units_with_gradients(), overlap=zero.overlap)
+        self.reducer = Reducer(
+            self._units_with_gradients(),
+            overlap=zero.overlap,
+            before_wait=self.residency.offer_rest,
+        )
         self.steppers: list[Stepper] = []
         for optimizer, first in zip(self.optimizers, first_group, strict=True):
             left_behind = state_left_behind(optimizer)
@@ -276,8 +279,7 @@ class Engine:
                 "the loss does not depend on any trainable parameter: it has no graph. Is it "
                 "detached, computed under torch.no_grad(), or is everything frozen?"
             )
-        if loss.device.type == "cpu":
-            self._window.saw_loss(math.isfinite(loss.item()))
+        self._window.saw_loss(loss)
         with self.backward_scope(last=last):
             self.scaled(loss).backward(retain_graph=retain_graph, create_graph=create_graph)
 
@@ -464,6 +466,7 @@ class Engine:
                 unit.gather()
             unit.wait()
             unit.pins += 1
+        self.world.gather.settle()
         self.world.close()
 
     def _collector(self, stepper: Stepper) -> Collect:

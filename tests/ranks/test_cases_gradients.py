@@ -24,6 +24,7 @@ from small import (
     world,
 )
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import zeroexp
 from zeroexp.engine import Engine
@@ -328,3 +329,80 @@ def test_ds64_reducing_once_equals_reducing_each_time(ranks, stage):
     wanted = plain_training(module, optimizer, regression(3, 16, 6, 3))
     assert furthest(each, last) <= 1e-6
     assert furthest(each, wanted) <= 1e-6
+
+
+class MaybeBiased(nn.Linear):
+    def forward(self, x: Tensor, bias: bool) -> Tensor:
+        return F.linear(x, self.weight, self.bias if bias else None)
+
+
+class Detour(nn.Module):
+    """Each rank takes its own layers; some parameters of a layer may be left alone, too."""
+
+    def __init__(self, layers: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList(MaybeBiased(5, 5) for _ in range(layers))
+
+    def forward(self, x: Tensor, use: tuple[int, ...], bias: bool) -> Tensor:
+        for index in use:
+            x = torch.tanh(self.layers[index](x, bias))
+        return x.sum()
+
+
+EVERY = tuple(range(8))
+DETOURS = ((EVERY, True), ((0, 6, 7), True), ((0, 7), True), (EVERY, False))
+"""What ranks 0 to 3 do: all, two thirds skipped in the middle, almost all skipped, no biases."""
+
+
+def detour(stage: int, overlap: bool, prefetch: int) -> dict[str, Tensor]:
+    module = Detour()
+    engine = sgd_engine(module, stage, zero_overlap=overlap, zero_prefetch=prefetch, timeout=20)
+    x = torch.arange(5.0) / (1 + rank())
+    for turn in range(4):
+        step(engine, x, *DETOURS[(rank() + turn) % 4])
+    return engine.state_dict()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(("overlap", "prefetch"), [(True, 0), (True, 2), (False, 0)])
+def test_ranks_that_skip_many_layers_do_not_wait_for_each_other(
+    ranks, overlap, prefetch, num_ranks
+):
+    """A rank waits for a reduction in the middle of its backward, the peer that skipped those
+    layers waits for the next gather: both must go on."""
+    module = Detour()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for turn in range(4):
+        optimizer.zero_grad()
+        for number in range(num_ranks):
+            x = torch.arange(5.0) / (1 + number)
+            (module(x, *DETOURS[(number + turn) % 4]) / num_ranks).backward()
+        optimizer.step()
+    for stage in STAGES:
+        found = ranks(num_ranks)(detour, stage, overlap, prefetch)[0]
+        assert furthest(found, dict(module.state_dict())) <= 1e-6
+
+
+def infinite_loss(stage: int, compute: str, constant: float) -> tuple[str, int, float, float]:
+    module = Scalar(2.0)
+    scale = {"scale_mode": "dynamic", "scale_init": 8.0, "scale_hysteresis": 1}
+    keys = {"compute": compute, **scale} if compute == "fp16" else {}
+    engine = sgd_engine(module, stage, **keys)
+    loss = engine(3.0) + (constant if rank() == 1 else 0.0)
+    engine.backward(loss)
+    said = caught(engine.step)
+    with zeroexp.gathered(module):
+        value = module.w.item()
+    return " ".join(said), engine.skipped_steps, value, float(engine.loss_scale)
+
+
+@pytest.mark.parametrize("constant", [float("nan"), float("inf")])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_that_is_not_finite_is_no_step(ranks, stage, constant):
+    """Its gradients may well be finite (a constant has none). Training on would end in "ok"."""
+    for said, skipped, value, _ in ranks(2)(infinite_loss, stage, "fp32", constant):
+        assert said.startswith("NonFiniteError") and "the loss is not finite on rank 1" in said
+        assert (skipped, value) == (0, 2.0)
+    for said, skipped, value, scale in ranks(2)(infinite_loss, stage, "fp16", constant):
+        assert (said.strip(), skipped, value, scale) == ("", 1, 2.0, 4.0)

@@ -105,9 +105,25 @@ class Group(ABC):
         return [(i, self.ranks[i]) for i in order]
 
     @abstractmethod
-    def all_gather(self, out: Tensor, shard: Tensor, *, tag: int, what: str) -> Pending:
+    def all_gather(
+        self, out: Tensor, shard: Tensor, *, tag: int, what: str, stays: bool = False
+    ) -> Pending:
         """Collect the shard ``[n]`` of every rank into ``out`` ``[size * n]``; ``shard`` may be a
-        slice of ``out``."""
+        slice of ``out``.
+
+        ``stays`` promises that ``shard`` does not change before :meth:`settle`: the result is then
+        there when ``out`` is full, whether or not the peers have come for their part.
+        """
+
+    def offer(self, shard: Tensor, *, tag: int) -> None:  # noqa: B027 (most groups need not)
+        """Send this rank's part of the next :meth:`all_gather` with ``tag`` (and ``stays``) ahead
+        of it, where the backend can.
+
+        For a rank that is about to wait for a peer who may be waiting for this gather.
+        """
+
+    def settle(self) -> None:  # noqa: B027
+        """Wait until the peers have what was sent of shards that stay."""
 
     @abstractmethod
     def reduce_scatter(
@@ -152,7 +168,9 @@ class SoloGroup(Group):
     def __init__(self, rank: int, ledger: Ledger) -> None:
         super().__init__([rank], rank, ledger, 0.0)
 
-    def all_gather(self, out: Tensor, shard: Tensor, *, tag: int, what: str) -> Pending:
+    def all_gather(
+        self, out: Tensor, shard: Tensor, *, tag: int, what: str, stays: bool = False
+    ) -> Pending:
         if out.data_ptr() != shard.data_ptr():
             out.copy_(shard)
         return DONE

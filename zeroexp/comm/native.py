@@ -35,7 +35,9 @@ class NativeGroup(Group):
     def _pending(self, work: dist.Work, what: str, keep: Sequence[Tensor]) -> Pending:
         return Pending([(-1, work)], what, self.timeout, keep=keep)
 
-    def all_gather(self, out: Tensor, shard: Tensor, *, tag: int, what: str) -> Pending:
+    def all_gather(
+        self, out: Tensor, shard: Tensor, *, tag: int, what: str, stays: bool = False
+    ) -> Pending:
         work = _all_gather(out, shard, group=self._channel, async_op=True)
         self.ledger.sent("all_gather", (self.size - 1) * shard.nbytes)
         return self._pending(work, what, (out, shard))

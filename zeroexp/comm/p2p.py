@@ -53,6 +53,8 @@ class P2PGroup(Group):
         super().__init__(ranks, rank, ledger, timeout)
         self._channel = channel
         self._space = space
+        self._offered: set[int] = set()  # tags of gathers whose part of this rank is sent
+        self._sent: list[tuple[int, dist.Work]] = []  # sends that nobody has waited for
         self._pool = BufferPool(torch.device("cpu"), ledger, f"received in space {space}")
 
     def _tag(self, tag: int, op: Op) -> int:
@@ -66,18 +68,37 @@ class P2PGroup(Group):
         tag = self._tag(tag, op)
         return peer, _work(dist.irecv(tensor, peer, group=self._channel, tag=tag))
 
-    def all_gather(self, out: Tensor, shard: Tensor, *, tag: int, what: str) -> Pending:
+    def all_gather(
+        self, out: Tensor, shard: Tensor, *, tag: int, what: str, stays: bool = False
+    ) -> Pending:
         n = shard.numel()
         if n == 0:
             return Pending((), what, self.timeout)
         slices = _slices(out, n, self.size)
         works = [self._recv(slices[i], peer, tag, Op.ALL_GATHER) for i, peer in self.peers]
-        works += [self._send(shard, peer, tag, Op.ALL_GATHER) for _, peer in self.peers]
+        if not stays:
+            works += self._send_shard(shard, tag)
+        elif tag in self._offered:
+            self._offered.remove(tag)
+        else:
+            self._sent += self._send_shard(shard, tag)
         own = slices[self.index]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        self.ledger.sent("all_gather", (self.size - 1) * shard.nbytes)
         return Pending(works, what, self.timeout, keep=(out, shard))
+
+    def _send_shard(self, shard: Tensor, tag: int) -> list[tuple[int, dist.Work]]:
+        self.ledger.sent("all_gather", (self.size - 1) * shard.nbytes)
+        return [self._send(shard, peer, tag, Op.ALL_GATHER) for _, peer in self.peers]
+
+    def offer(self, shard: Tensor, *, tag: int) -> None:
+        if shard.numel() and tag not in self._offered:
+            self._offered.add(tag)
+            self._sent += self._send_shard(shard, tag)
+
+    def settle(self) -> None:
+        sent, self._sent = self._sent, []
+        Pending(sent, "sending of shards", self.timeout).wait()
 
     def reduce_scatter(
         self,

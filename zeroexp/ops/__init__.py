@@ -8,8 +8,18 @@ in use and why.
 from __future__ import annotations
 
 from zeroexp.ops.adamw import adamw_
+from zeroexp.ops.allocator import return_freed_memory
 from zeroexp.ops.host_range import HostRange, host_zeros
 from zeroexp.ops.native import OpsStatus, status
 from zeroexp.ops.sums import sum_into, sum_squares
 
-__all__ = ["HostRange", "OpsStatus", "adamw_", "host_zeros", "status", "sum_into", "sum_squares"]
+__all__ = [
+    "HostRange",
+    "OpsStatus",
+    "adamw_",
+    "host_zeros",
+    "return_freed_memory",
+    "status",
+    "sum_into",
+    "sum_squares",
+]

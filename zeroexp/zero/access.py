@@ -38,6 +38,9 @@ class Owner(Protocol):
     def world(self) -> World:
         """The ranks that must take part."""
 
+    def give_up(self) -> None:
+        """All parameters have another owner now: free what is held for them."""
+
     def touch(self) -> None:
         """Somebody reads the parameter as an attribute of its module."""
 

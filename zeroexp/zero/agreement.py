@@ -37,7 +37,9 @@ class Agreement:
 
     @property
     def finite(self) -> bool:
-        return math.isfinite(self.sum_squares)
+        """Whether all gradients are finite, and all losses: one that is not may still leave finite
+        gradients, and training on would report a run that learned from nothing."""
+        return math.isfinite(self.sum_squares) and not self.bad_loss_ranks
 
 
 def local_sum_squares(segments: Sequence[SegmentState]) -> float:

@@ -91,12 +91,15 @@ class Backward:
 
     def _end(self) -> None:
         self._running = False
-        self._end_walk()
+        if self._residency.direction is Direction.BACKWARD:
+            self._residency.end_pass()
         self._reducer.end()
+        self._residency.settle()
 
     def _end_walk(self) -> None:
         if not self._running and self._residency.direction is Direction.BACKWARD:
             self._residency.end_pass()
+            self._residency.settle()
 
     def _end_bare(self) -> None:
         if self._running:

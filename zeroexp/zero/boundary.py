@@ -192,7 +192,14 @@ class Boundary:
             _LOG.warning("step %d skipped: gradients overflow, %s", self.steps, change)
 
     def _reason(self, name: str, owner: int, bad: Sequence[int]) -> str:
-        loss = f"; the loss was not finite on rank {', '.join(map(str, bad))}" if bad else ""
+        where = "rank " + ", ".join(map(str, bad))
+        if owner < 0:
+            return (
+                f"step {self.steps}: the loss is not finite on {where}, although all gradients "
+                "are. Look for a constant in it that is infinite or not a number (a mask, a log "
+                "of zero, a division by zero); precision.nonfinite=skip skips such steps."
+            )
+        loss = f"; the loss was not finite on {where}" if bad else ""
         outside = (
             " A loss that reads parameters outside of forward() (a penalty on weights) must be "
             "computed inside engine.scope() at this ZeRO stage."

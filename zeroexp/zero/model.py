@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from zeroexp import ops
+from zeroexp.comm.notes import exchange_notes
+from zeroexp.comm.pool import flat_zeros
 from zeroexp.errors import ModelError, RankMismatch
 from zeroexp.layout import Layout, ParamSpec, Segment, Unit, make_layout, make_unit
 from zeroexp.zero.access import GuardedParameters, Guards, Owner, whole
@@ -137,19 +141,29 @@ class ShardedModel:
         differs = (rows != rows[0]).any(dim=0).nonzero().flatten().tolist()
         if differs:
             spec = self.specs[differs[0]]
+            mine = f"{' = '.join((spec.name, *spec.aliases))} of shape {spec.shape}, {spec.dtype}, "
+            mine += f"optimizer group {spec.group}" if spec.trainable else "not trained"
+            notes = exchange_notes(control, mine, "comparison of the ranks' models")
+            other = next((r for r, note in enumerate(notes) if note != notes[0]), 0)
             raise RankMismatch(
-                f"the ranks built different models: parameter {spec.name} (here: shape "
-                f"{spec.shape}, {spec.dtype}, "
-                f"trainable {spec.trainable}) is not the same on every rank."
+                f"the ranks built different models: rank 0 has {notes[0]}; rank {other} has "
+                f"{notes[other]}. Build the same model, with the same parameters frozen and the "
+                "same optimizer groups, on every rank."
             )
 
     def _take_over(self) -> None:
+        left = Counter(id(o) for owners in self._former.values() for o in owners)
         for unit in self.layout.units:
             segments = []
             for spec in unit.segments:
                 segment = self._segment(spec)
                 segment.take_over(self._flat_values(segment))
                 segments.append(segment)
+                for owner in [o for p in segment.params for o in self._former.get(id(p), ())]:
+                    left[id(owner)] -= 1
+                    if not left[id(owner)]:
+                        owner.give_up()
+            ops.return_freed_memory()  # what the user's own tensors of this unit took
             module = self.module.get_submodule(unit.name)
             self.units.append(UnitState(unit.name, module, segments, self.around.world.rank))
             self._index(self.units[-1])
@@ -193,7 +207,7 @@ class ShardedModel:
         dtype = segment.params[0].dtype
         for param in segment.params[1:]:
             dtype = torch.promote_types(dtype, param.dtype)
-        flat = torch.zeros(segment.spec.size, dtype=dtype, device=self.around.device)
+        flat = flat_zeros(segment.spec.size, dtype, self.around.device)
         owners = [o for p in segment.params for o in self._former.get(id(p), ())]
         if not owners:
             self._refuse_empty(segment)

@@ -30,6 +30,9 @@ class EngineOwner:
     def world(self) -> World:
         return self._model.around.world
 
+    def give_up(self) -> None:
+        """Nothing: the optimizer's state, which lies beside the shards, is asked for later."""
+
     def touch(self) -> None:
         unit = self._unit
         if unit.sharded and (unit.life is not Life.WHOLE or not unit.calls):

@@ -1,13 +1,13 @@
-"""Brings gradients to their owners, overlapped with the backward that produces them.
+"""Brings gradients to their owners while the backward that produces them goes on.
 
 Reductions start in one fixed order of units on every rank. A unit whose turn has not come waits;
-what is left is reduced at the end of backward. At most two reductions are in flight, which bounds
-the memory they need.
+what is left is reduced at the end of backward. At most two reductions are in flight (one, and
+waited for at once, without ``zero.overlap``), which bounds the memory they need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from zeroexp.zero.order import UseOrder
 from zeroexp.zero.unit import UnitState
@@ -17,10 +17,14 @@ IN_FLIGHT = 2
 
 
 class Reducer:
-    """The gradient side of one engine."""
+    """The gradient side of one engine. ``before_wait`` is called before this rank waits inside a
+    backward."""
 
-    def __init__(self, units: Sequence[UnitState], *, overlap: bool) -> None:
+    def __init__(
+        self, units: Sequence[UnitState], *, overlap: bool, before_wait: Callable[[], None]
+    ) -> None:
         self.set_units(units)
+        self._before_wait = before_wait
         self._overlap = overlap
         self._ready: set[int] = set()
         self._turn = 0
@@ -53,7 +57,7 @@ class Reducer:
             return
         self._ready.add(id(unit))
         self.order.record(unit)
-        if self.reducing and self._overlap:
+        if self.reducing:
             self._advance()
 
     def _advance(self) -> None:
@@ -63,9 +67,11 @@ class Reducer:
 
     def _launch(self, unit: UnitState) -> None:
         while len(self._flying) >= IN_FLIGHT:
-            self._flying.pop(0).finish_reduction()
+            self._finish_first()
         unit.reduce()
         self._flying.append(unit)
+        if not self._overlap:
+            self.drain()
 
     def end(self) -> None:
         """The backward is over: reduce what is left and wait for all of it."""
@@ -79,11 +85,15 @@ class Reducer:
     def settle(self, unit: UnitState) -> None:
         """Finish the reduction of ``unit`` if one is in flight: another gradient arrives for it."""
         while unit in self._flying:
-            self._flying.pop(0).finish_reduction()
+            self._finish_first()
 
     def drain(self) -> None:
         while self._flying:
-            self._flying.pop(0).finish_reduction()
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        self._before_wait()
+        self._flying.pop(0).finish_reduction()
 
     def flush(self, units: Sequence[UnitState]) -> None:
         """Reduce ``units`` now, in the fixed order; the same units on every rank."""

@@ -13,8 +13,8 @@ from enum import Enum
 
 import torch
 
-from zeroexp.zero.buffer import SparePages
 from zeroexp.zero.order import UseOrder, backward_order
+from zeroexp.zero.segment import Surroundings
 from zeroexp.zero.unit import Life, UnitState
 
 
@@ -33,7 +33,7 @@ class Residency:
     def __init__(
         self,
         units: Sequence[UnitState],
-        spare: SparePages,
+        around: Surroundings,
         *,
         prefetch: int,
         keeps: Callable[[UnitState], bool],
@@ -44,7 +44,7 @@ class Residency:
             Direction.BACKWARD: UseOrder(backward_order(sharded)),
         }
         self._units = sharded
-        self._spare = spare
+        self._around = around
         self._prefetch = prefetch
         self._keeps = keeps
         self._direction: Direction | None = None
@@ -125,7 +125,14 @@ class Residency:
                 unit.outstanding = 0
                 unit.open.clear()
         self._visitors = self._visitors if keeping else []
-        self._spare.drop()
+        self._around.spare.drop()
+        if direction is Direction.FORWARD and not failed:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait until the peers have this rank's shards. Not before the reductions of a backward are
+        over, since a peer may wait for those first."""
+        self._around.world.gather.settle()
 
     # -- units -------------------------------------------------------------------------------------
 
@@ -182,6 +189,15 @@ class Residency:
                 self._issued.add(id(unit))
                 self._ahead.append(unit)
 
+    def offer_rest(self) -> None:
+        """This rank is about to wait inside a backward for a reduction. A peer that has no gradient
+        for it, because it skipped the unit, takes part only when its own backward is over: it must
+        be able to gather what it still needs, or the two wait for each other for ever."""
+        if self._direction is Direction.BACKWARD:
+            for unit in self.orders[Direction.BACKWARD].units:
+                if id(unit) not in self._issued:
+                    unit.offer()
+
     def visit(self, unit: UnitState) -> None:
         """A parameter is read. Outside its unit's own module the unit stays whole until the
         backward is over, and is whole in every other backward before the next step."""
@@ -223,4 +239,4 @@ class Residency:
         for unit in self._units:
             if unit.pins == 0:
                 unit.release()
-        self._spare.drop()
+        self._around.spare.drop()

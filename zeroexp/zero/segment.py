@@ -181,7 +181,12 @@ class SegmentState:
             self.shard,
             tag=self.tag,
             what=f"all-gather of unit {self.spec.unit or 'root'}",
+            stays=True,
         )
+
+    def offer(self) -> None:
+        """Send this rank's shard ahead of the next gather."""
+        self.around.world.gather.offer(self.shard, tag=self.tag)
 
     def release(self) -> None:
         """Free ``full``; the shards keep the values."""
@@ -194,6 +199,7 @@ class SegmentState:
     def write_back(self) -> None:
         """Make what is in ``full`` (edited while whole) the truth: shard and master follow."""
         if self.sharded:
+            self.around.world.gather.settle()
             self.shard.copy_(self.full[self.lo : self.hi])
         self.refresh_master()
 
@@ -224,6 +230,7 @@ class SegmentState:
         if not self.sharded or self.buffer.held:
             self.full.copy_(flat)
         if self.sharded:
+            self.around.world.gather.settle()
             self.shard.copy_(flat[self.lo : self.hi])
         if self.has_master_copy:
             cut = self.around.placement.optim.sharded

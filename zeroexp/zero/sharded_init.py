@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from zeroexp import ops
 from zeroexp.comm import World
+from zeroexp.comm.pool import flat_zeros
 from zeroexp.config import Config
 from zeroexp.layout import ParamSpec, Segment, make_unit
 from zeroexp.ledger import Ledger
@@ -36,14 +37,20 @@ class _Part:
         first = params[0]
         lo, hi = segment.bounds(world.gather.index)
         self._own = slice(lo, hi)
-        self._shard = torch.empty(hi - lo, dtype=first.dtype, device=first.device)
+        self._shard = flat_zeros(hi - lo, first.dtype, first.device)
         self._placeholders = Placeholders(
             [s.spec.shape for s in segment.slots], first.dtype, first.device
         )
-        flat = first.data.new_zeros(segment.size)
+        flat = flat_zeros(segment.size, first.dtype, first.device)
         for param, view in zip(self._params, self._views(flat), strict=True):
             view.copy_(param.data)
         self._keep(flat)
+
+    def _whole(self) -> Tensor:
+        return flat_zeros(self._segment.size, self._shard.dtype, self._shard.device)
+
+    def give_up(self) -> None:
+        self._shard = self._shard[:0].clone()
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         return [flat[s.offset : s.stop].view(s.spec.shape) for s in self._segment.slots]
@@ -58,7 +65,7 @@ class _Part:
 
     def open(self) -> None:
         self._placeholders.check([s.spec.name for s in self._segment.slots])
-        flat = self._shard.new_empty(self._segment.size)
+        flat = self._whole()
         self._world.gather.all_gather(
             flat, self._shard, tag=self._tag, what="all-gather of a block under construction"
         ).wait()
@@ -69,7 +76,7 @@ class _Part:
         if not edit:
             self._placeholders.show(self._params)
             return
-        flat = self._shard.new_zeros(self._segment.size)
+        flat = self._whole()
         for param, view in zip(self._params, self._views(flat), strict=True):
             view.copy_(param.data)
         self._keep(flat)
@@ -97,6 +104,10 @@ class BornUnit:
     @property
     def world(self) -> World:
         return self._session.world
+
+    def give_up(self) -> None:
+        for part in self._parts:
+            part.give_up()
 
     def touch(self) -> None:
         self._session.visit(self)
@@ -158,6 +169,7 @@ class Session:
             self._guards.install(sub, dict.fromkeys(keys, unit))
         for param in named.values():
             register(param, unit)
+        ops.return_freed_memory()
 
     def visit(self, unit: BornUnit) -> None:
         """``unit`` is touched: whole from now on, until another one is."""
@@ -171,6 +183,7 @@ class Session:
         if self._visited is not None:
             visited, self._visited = self._visited, None
             visited.close(edit=True)
+            ops.return_freed_memory()
 
     def end(self) -> None:
         self._leave()

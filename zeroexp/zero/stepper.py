@@ -105,6 +105,7 @@ class Stepper:
                 "freeze parameters with requires_grad_(False) until they are needed."
             )
         around = self._around
+        around.world.gather.settle()
         active = [s for s in self.segments if any(touched[s.tag])]
         for segment in active:
             segment.check_views()

@@ -104,6 +104,12 @@ class UnitState:
         self._pending = [s.gather() for s in self._sharded]
         self.life = Life.GATHERING
 
+    def offer(self) -> None:
+        """Let peers gather this unit before this rank does."""
+        if self.life is Life.SHARDED:
+            for segment in self._sharded:
+                segment.offer()
+
     def wait(self) -> None:
         """Return when the parameters are whole."""
         if self.life is Life.WHOLE:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
+from torch import Tensor
+
 from zeroexp.precision import LossScale
 
 
@@ -26,8 +30,7 @@ class Window:
         """Whether a step may follow the last backward."""
         self.unreduced = False
         """Whether the last backward left its gradients where they arrived."""
-        self.loss_finite = True
-        """Whether all losses of this rank were finite, as far as it looked."""
+        self._losses: list[Tensor] = []
 
     @property
     def loss_scale(self) -> float:
@@ -61,9 +64,14 @@ class Window:
         self.unreduced = not reduces
         return reduces
 
-    def saw_loss(self, finite: bool) -> None:
-        """Note whether the loss of one micro-batch was finite."""
-        self.loss_finite = self.loss_finite and finite
+    def saw_loss(self, loss: Tensor) -> None:
+        """Note the loss of one micro-batch; nothing waits for its value before the boundary."""
+        self._losses.append(loss.detach().reshape(()))
+
+    @property
+    def loss_finite(self) -> bool:
+        """Whether all losses of this rank were finite."""
+        return all(math.isfinite(loss.item()) for loss in self._losses)
 
     def restart(self) -> None:
         """The count begins anew."""
@@ -71,6 +79,6 @@ class Window:
 
     def forget(self, *, gradients_left: bool) -> None:
         """Gradients were stepped or dropped; ``gradients_left`` are those of other optimizers."""
-        self.loss_finite = True
+        self._losses = []
         if not gradients_left:
             self._held_scale = None
