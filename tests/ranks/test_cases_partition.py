@@ -61,19 +61,20 @@ def uneven_loop(stage: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_z301_ranks_that_generate_for_different_lengths(ranks, stage):
-    """Z3-01: 3 calls against 5. Right outputs, and an end: by itself, or by a named timeout."""
+    """Z3-01: 3 calls against 5. Right outputs; where parameters are whole the loops end, where they
+    are sharded a timeout says where each rank is and how often it was there."""
     found = ranks(2)(uneven_loop, stage, timeout=40)
     assert all(each["right"] and each["took"] < 20 for each in found)
     if stage < 3:
         assert all(each["error"] == ("", "") for each in found)
         return
-    for r, each in enumerate(found):
-        kind, message = each["error"]
-        assert kind == "CollectiveTimeout" and "unit" in message, message
-        assert f"rank {1 - r}" in message
-    # Each rank says how often it has called the model: 3 and one to train, against 5.
-    assert any(str(n) in found[0]["error"][1] for n in (3, 4))
-    assert "5" in found[1]["error"][1]
+    # Rank 0 has called the model 3 times and once to train; its backward begins with the last
+    # layer, for the fifth time. Rank 1 is at the first layer of its fifth call.
+    for r, (unit, count) in enumerate([("4", 5), ("0", 5)]):
+        kind, message = found[r]["error"]
+        assert kind == "CollectiveTimeout", message
+        assert f"unit {unit}:" in message and f"gather {count} of this unit" in message, message
+        assert f"no answer from rank {1 - r} within 4 s" in message, message
 
 
 class Trunk(nn.Module):
@@ -106,16 +107,22 @@ def repeated_head(stage: int, cut: str) -> dict[str, Any]:
 @pytest.mark.parametrize("cut", ["block", "leaf"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_z302_a_head_used_once_on_one_rank_and_thrice_on_the_other(ranks, stage, cut):
-    """Z3-02: the mean of the local gradients, or a timeout that names the unit; never a hang."""
+    """Z3-02: the mean of the local gradients. Only a head that is a sharded unit of its own, and so
+    gathered at each use, ends in a timeout that names unit and count on either rank."""
     module = Trunk()
     for times in (1, 3):
         (module(torch.ones(2, 5), times) / 2).backward()
     wanted = {name: p.grad for name, p in module.named_parameters()}
     found = ranks(2)(repeated_head, stage, cut, timeout=40)
-    if stage == 3 and cut == "leaf" and any(each["error"][0] for each in found):
-        assert [each["error"][0] for each in found] == ["CollectiveTimeout"] * 2
-        assert any("head" in each["error"][1] for each in found)
-        assert all(each["took"] < 20 for each in found)
+    if stage == 3 and cut == "leaf":
+        # Rank 0's backward has had the head and comes to the trunk a second time, while rank 1's
+        # forward comes to the head a third time.
+        for r, (unit, count) in enumerate([("trunk", 2), ("head", 3)]):
+            kind, message = found[r]["error"]
+            assert kind == "CollectiveTimeout", message
+            assert f"unit {unit}:" in message and f"gather {count} of this unit" in message
+            assert f"rank {1 - r}" in message
+            assert found[r]["took"] < 20
         return
     for each in found:
         assert each["error"] == ("", "")
@@ -299,24 +306,18 @@ def thaw(module: MLP, i: int) -> None:
         module[0].requires_grad_(False)
 
 
-def unfreeze(stage: int) -> tuple[tuple[str, str], dict[str, Tensor], Any]:
+def unfreeze(stage: int) -> tuple[dict[str, Tensor], Any]:
     module = MLP(6, 8, 3)
     for p, value in zip(module.parameters(), mlp(6, 8, 3).parameters(), strict=True):
         p.data.copy_(value)
     module[2].requires_grad_(False)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     engine = Engine(module, optimizer, settings(stage))
-
-    def train() -> None:
-        for i, (x, y) in enumerate(regression(8, 6, 6, 3)):
-            thaw(module, i)
-            engine.backward(F.mse_loss(engine(part(x)), part(y)))
-            engine.step()
-
-    error = caught(train)
-    if error[0]:
-        return error, {}, None
-    return error, engine.state_dict(), engine.optimizer_state_dict(optimizer)
+    for i, (x, y) in enumerate(regression(8, 6, 6, 3)):
+        thaw(module, i)
+        engine.backward(F.mse_loss(engine(part(x)), part(y)))
+        engine.step()
+    return engine.state_dict(), engine.optimizer_state_dict(optimizer)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -330,9 +331,6 @@ def test_z320_gradual_unfreezing_and_freezing(ranks, stage, num_ranks):
         optimizer.zero_grad()
         F.mse_loss(module(x), y).backward()
         optimizer.step()
-    error, whole, state = ranks(num_ranks)(unfreeze, stage)[0]
-    if error[0]:  # refused: then by name
-        assert error[0] == "ModelError" and "2.weight" in error[1]
-        return
+    whole, state = ranks(num_ranks)(unfreeze, stage)[0]
     assert furthest(whole, weights(module)) <= 1e-6
     assert [float(state["state"][k]["step"]) for k in range(4)] == [6.0, 6.0, 5.0, 5.0]
