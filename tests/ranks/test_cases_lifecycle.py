@@ -222,6 +222,21 @@ def test_ds41_a_reused_checkpointed_module_is_released_after_its_last_use(ranks,
     assert furthest(found[0][2], recomputed_by_torch(*case)) <= 1e-6
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ds41_a_frozen_module_without_backward_is_released_after_its_use(ranks, num_ranks):
+    """deepspeed 3.C 41: blocks 0 and 2 are frozen and their input needs no gradient, so nothing in
+    backward uses them; computed again, they are whole for that and no longer."""
+    case = ((0, 1), (2, 3)), (0, 2), False
+    found = ranks(num_ranks)(recomputed, *case)
+    for seen, after, _ in found:
+        assert [index for index, _ in seen] == [2, 3, 0, 1]
+        parts = {index: units for index, units in seen}
+        assert parts[3] == ["blocks.3"] and parts[1] == ["blocks.1"], seen
+        assert "blocks.2" not in parts[0] and "blocks.3" not in parts[0], seen
+        assert after == []
+    assert furthest(found[0][2], recomputed_by_torch(*case)) <= 1e-6
+
+
 class Recursive(nn.Module):
     """Calls itself inside of its own forward, which is computed again in backward."""
 
