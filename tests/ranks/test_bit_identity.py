@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pytest
@@ -47,10 +47,14 @@ class Row:
     reduce: str = "auto"
     accumulate: int = 1
     clip: float | None = None
+    shard_size: int | None = None
+    """Ranks that share one copy of the state; the others hold replicas (None: all ranks share)."""
 
     def settings(self, **more: Any) -> dict[str, Any]:
         keys = asdict(self)
         stage, clip, accumulate = (keys.pop(k) for k in ("stage", "clip", "accumulate"))
+        if self.shard_size is None:
+            del keys["shard_size"]
         zero = {f"zero_{key}": value for key, value in keys.items()}
         return settings(stage, clip=clip, accumulate=accumulate, **zero, **more)
 
@@ -162,7 +166,9 @@ def check(ranks: Any, num_ranks: int, rows: list[Row]) -> dict[str, str]:
     model = tiny_gpt()
     for index, row in enumerate(rows):
         apart = row.accumulate > 1 and row.reduce == "each"
-        wanted = state_bytes(model, row.stage, num_ranks, row.unit, summed_apart=apart)
+        wanted = state_bytes(
+            model, row.stage, row.shard_size or num_ranks, row.unit, summed_apart=apart
+        )
         found = [result[index][1] for result in results]
         for rank, each in enumerate(found):
             where = f"{row}, rank {rank}"
@@ -196,6 +202,22 @@ def test_same_bits_for_every_way_to_reduce_one_micro_batch(ranks):
     """With one micro-batch there is one sum, so each and last do not differ."""
     rows = [Row(stage, reduce=how) for stage in STAGES for how in ("each", "last")]
     check(ranks, 2, rows)
+
+
+def test_same_bits_for_replicas(ranks):
+    """Two replicas of one rank each add two numbers, as two shards do: the bits of stage 0. Two
+    groups of two add in another order, the same for every schedule and cut, and within rounding
+    of what one group of four computes."""
+    pair = Row(3, 0, False, "leaf", clip=CLIP, shard_size=1)
+    check(
+        ranks, 2, [Row(0, clip=CLIP), pair, replace(pair, prefetch=2, overlap=True, unit="block")]
+    )
+    four = Row(3, 0, False, "block", "each", 2, CLIP, shard_size=2)
+    check(ranks, 4, [four, replace(four, prefetch=2, overlap=True, unit="leaf")])
+    ours, one_group = (
+        ranks(4)(rounded, row, "adamw64")[0] for row in (four, replace(four, shard_size=None))
+    )
+    assert furthest(ours, one_group) <= 1e-10
 
 
 def test_same_bits_as_ddp(ranks):

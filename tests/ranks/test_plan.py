@@ -182,13 +182,15 @@ def test_the_published_table(num_params):
         assert 0 <= padding < 16 * 16 * num_ranks  # less than 16 elements per shard
 
 
+HYBRID_OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+
 def hybrid(shard_size: int, how: str) -> dict[str, Any]:
     """Weights after four steps, and state and traffic of the last."""
     batches = regression(4, 8, 20, 12)
     before = live_storages()
     model = mlp(20, 40, 12)
-    make = torch.optim.AdamW if how == "bytes" else torch.optim.SGD
-    optimizer = make(model.parameters(), lr=0.05)
+    optimizer = HYBRID_OPTIMIZERS[how](model.parameters(), lr=0.05)
     keys = settings(3, zero_shard_size=shard_size, devices=torch.distributed.get_world_size())
     engine = Engine(model, optimizer, keys)
     found: dict[str, Any] = {}
@@ -226,19 +228,24 @@ def test_hybrid_shards_within_a_group_and_replicates_across(ranks, num_ranks, sh
     sent = {op: n for op, n in sent.items() if n}
     config = planned(num_ranks, {"stage": 3, "zero_shard_size": shard_size})
     plan = predict(config.updated({"optim.decay_norm_and_bias": True}), specs_of(model))
-    for rank, found in enumerate(ranks(num_ranks)(hybrid, shard_size, "bytes")):
+    for rank, found in enumerate(ranks(num_ranks)(hybrid, shard_size, "adamw")):
         assert found["counted"] == wanted.total
         assert found["comm"] == sent and found["sent"] == sum(sent.values())
         assert found["state"] == plan.state_bytes[rank]
         assert plan.comm_bytes_per_step[rank] == sent
 
 
+@pytest.mark.parametrize("how", sorted(HYBRID_OPTIMIZERS))
 @pytest.mark.parametrize(("num_ranks", "shard_size"), [(2, 1), (4, 2)])
-def test_hybrid_trains_as_one_process(ranks, num_ranks, shard_size):
+def test_hybrid_trains_as_one_process(ranks, num_ranks, shard_size, how):
+    """The weights of one process, held as stage 3 over ``shard_size`` ranks holds them."""
     model = mlp(20, 40, 12)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    size = 8 if how == "adamw" else 0
+    held = state_bytes(model, 3, shard_size, optim_size=size).total
+    optimizer = HYBRID_OPTIMIZERS[how](model.parameters(), lr=0.05)
     wanted = plain_training(model, optimizer, regression(4, 8, 20, 12))
-    found = ranks(num_ranks)(hybrid, shard_size, "weights")
+    found = ranks(num_ranks)(hybrid, shard_size, how)
     assert furthest(found[0]["whole"], wanted) <= 1e-6
     for each in found:  # every replica gathers from its own shards
         assert furthest(each["own"], found[0]["own"]) == 0, "replicas of a shard differ"
+        assert each["counted"] == held
