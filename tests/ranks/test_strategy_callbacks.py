@@ -74,8 +74,8 @@ def ema(stage: int) -> Any:
 @needs_averaging
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_weight_averaging(ranks: Any, stage: int) -> None:
-    """EMA of 1.0, 0.9, 0.8, 0.7, 0.6 with decay 0.5, starting at the first averaged weight
-    (AveragedModel copies it)."""
+    """PL-14: EMA of 1.0, 0.9, 0.8, 0.7, 0.6 with decay 0.5, starting at the first averaged weight
+    (AveragedModel copies it; the case's own numbers start one step earlier)."""
     expected, average = [], None
     for weight in (0.9, 0.8, 0.7, 0.6):
         average = weight if average is None else 0.5 * average + 0.5 * weight
@@ -115,7 +115,7 @@ def ema_resumed(stage: int) -> Any:
 @needs_averaging
 @pytest.mark.parametrize("stage", [1, 3])
 def test_weight_averaging_is_resumed(ranks: Any, stage: int) -> None:
-    """Two steps, a checkpoint, two more: the average goes on where it was."""
+    """PL-14: two steps, a checkpoint, two more: the average goes on where it was."""
     for average, current, whole, resumed in ranks(2)(ema_resumed, stage):
         assert average == pytest.approx(0.5 * 0.9 + 0.5 * 0.8)
         assert current == pytest.approx(0.8)

@@ -75,6 +75,8 @@ def contents(stage: int) -> Any:
         "mine": ours.mine,
         "keys": sorted(set(zero_file) ^ set(ddp_file)),
         "order": list(zero_file["state_dict"]) == list(ddp_file["state_dict"]),
+        "bare": list(zero_file["state_dict"]) == list(Net().state_dict()),
+        "live": same_tree(zero_file["state_dict"], values(ours)),
         "weights": same_tree(zero_file["state_dict"], ddp_file["state_dict"]),
         "optimizer": same_tree(zero_file["optimizer_states"], ddp_file["optimizer_states"]),
         "files": sorted(p.name for p in folder.rglob("*.ckpt")),
@@ -83,12 +85,14 @@ def contents(stage: int) -> Any:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_checkpoint_is_the_one_ddp_writes(ranks: Any, stage: int) -> None:
-    """Same names, order, values and optimizer state (by parameter number), bit for bit."""
+    """PL-02, PL-20: same names, order, values and optimizer state (by parameter number), bit for
+    bit; the names are those of the bare module."""
     first, second = ranks(2)(contents, stage)
     assert first["mine"] == {"weights": 10, "state": 2}
     assert second["mine"] == {"weights": 0, "state": 0}
     for seen in (first, second):
         assert seen["order"] and seen["weights"] and seen["optimizer"]
+        assert seen["bare"] and seen["live"]
         assert seen["keys"] == ["ZeroPrecision"]
         assert seen["files"] == ["saved.ckpt", "saved.ckpt"]
 
@@ -114,6 +118,8 @@ def crossing(first: Any, second: Any) -> float:
 def test_any_strategy_resumes_the_checkpoint_of_another(
     ranks: Any, first: str, second: str
 ) -> None:
+    """PL-19: whoever saves and whoever loads, three steps later the weights are those of six in a
+    row, which they cannot be without the moments."""
     assert ranks(2)(crossing, first, second) == [0.0, 0.0]
 
 
@@ -130,8 +136,8 @@ def part(stage: int, path: str, resume: bool, epochs: int) -> dict[str, Tensor]:
 def test_resume_on_another_number_of_ranks(
     ranks: Any, tmp_path: Path, stage: int, size: int
 ) -> None:
-    """2 ranks, then 1 or 3, with the same global batches: as if nothing had happened, optimizer
-    state included."""
+    """PL-19: 2 ranks, then 1 or 3, with the same global batches: as if nothing had happened,
+    optimizer state included."""
     path, whole = str(tmp_path / "part.ckpt"), str(tmp_path / "whole.ckpt")
     ranks(2)(part, stage, path, False, 1)
     resumed = ranks(size)(part, stage, path, True, 2)
@@ -199,8 +205,8 @@ def mid_epoch(stage: int) -> Any:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_resume_in_mid_epoch_goes_on_exactly(ranks: Any, stage: int) -> None:
-    """Batches and learning rates of 4 + resumed steps are those of ten in a row (StepLR every 3
-    steps)."""
+    """PL-13: batches and learning rates of 4 + resumed steps are those of ten in a row (StepLR
+    every 3 steps), and so are the weights."""
     for whole, before, after, away in ranks(2)(mid_epoch, stage):
         assert len(before) == 4
         assert whole[:4] == before
@@ -225,7 +231,7 @@ def fit_test_save_resume(stage: int) -> float:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_fit_test_save_resume(ranks: Any, stage: int) -> None:
-    """The optimizer's state is still there after fit and test."""
+    """PL-08: the optimizer's state is still there after fit and test."""
     assert ranks(2)(fit_test_save_resume, stage) == [0.0, 0.0]
 
 

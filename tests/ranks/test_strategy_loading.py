@@ -99,6 +99,7 @@ def resume_configured(weights_only: bool | None) -> Any:
 def test_hydra_hyper_parameters_are_loaded_without_pickle(
     ranks: Any, weights_only: bool | None
 ) -> None:
+    """PL-16: resumed with nested settings and interpolations, and no pickle unless asked for."""
     assert ranks(2)(resume_configured, weights_only) == [(6, 1), (6, 1)]
 
 
@@ -132,6 +133,7 @@ def nothing_matches() -> None:
 
 
 def test_loading_nothing_is_an_error(ranks: Any) -> None:
+    """PL-02: none of the file's names is one of the module's."""
     with pytest.raises(Exception, match="nothing would have been loaded"):
         ranks(2)(nothing_matches)
 
@@ -234,20 +236,26 @@ def test_a_failed_write_is_every_ranks_error(ranks: Any) -> None:
         assert not left
 
 
-def save_for_one_process(path: str) -> str:
-    net = Configured(1)
-    run = trainer(zero(stage=3))
+def save_for_one_process(stage: int, path: str) -> str:
+    net = Configured({"a": 1, "b": {"c": [1.5, "x", None]}})
+    run = trainer(zero(stage=stage))
     run.fit(net, loader(3))
     run.save_checkpoint(path)
     return digest(net)
 
 
-def test_one_process_loads_it_with_plain_lightning(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_process_loads_it_with_plain_lightning(ranks: Any, tmp_path: Path, stage: int) -> None:
+    """PL-01, PL-20: a file, to the bit what was live at the end, with its hyper-parameters, which
+    can be overridden (PL-16)."""
     path = tmp_path / "whole.ckpt"
-    (expected, _) = ranks(2)(save_for_one_process, str(path))
+    (expected, _) = ranks(2)(save_for_one_process, stage, str(path))
+    assert path.is_file()
     alone = Configured.load_from_checkpoint(path)
     assert digest(alone) == expected
-    assert alone.hparams["settings"] == 1
+    assert alone.hparams["settings"] == {"a": 1, "b": {"c": [1.5, "x", None]}}
+    other = Configured.load_from_checkpoint(path, settings=2)
+    assert digest(other) == expected and other.hparams["settings"] == 2
 
 
 def missing() -> None:

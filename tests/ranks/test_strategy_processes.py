@@ -191,8 +191,8 @@ RAISES = """
 
 
 def test_an_exception_on_one_rank_does_not_hang(scripts: Scripts) -> None:
-    """Even with a callback that saves on exceptions, which needs every rank: it gives up after a
-    few seconds."""
+    """PL-10: even with a callback that saves on exceptions, which needs every rank: it gives up
+    after a few seconds. Both processes end, not with 0, and the one that raised says what."""
     scripts.start(RAISES.format(ranks="(1,)"), size=2)
     (code0, output0), (code1, output1) = scripts.finish()
     assert code0 != 0

@@ -368,6 +368,7 @@ def evaluated(stage: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_evaluation_alone_builds_no_optimizer_state(ranks: Any, stage: int) -> None:
+    """PL-07: validate, test and predict without fit; the metrics are those of plain evaluation."""
     for seen in ranks(2)(evaluated, stage):
         assert seen["val"] == pytest.approx(0.0, abs=1e-6)
         assert seen["test"] == pytest.approx(0.0, abs=1e-6)
@@ -439,19 +440,28 @@ class Rows:
         return iter(torch.ones(self.count, 2, WIDTH))
 
 
-def uneven(stage: int) -> tuple[int, int, list[str]]:
+def uneven(stage: int, validate: bool) -> tuple[int, int, list[str]]:
     net = Watcher()
-    run = trainer(zero(stage=stage, timeout=20), max_epochs=2, use_distributed_sampler=False)
+    run = trainer(
+        zero(stage=stage, timeout=20),
+        max_epochs=2,
+        use_distributed_sampler=False,
+        **({"val_check_interval": 2} if validate else {}),
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run.fit(net, Rows([5, 4]))
+        run.fit(net, Rows([5, 4]), Rows([1, 1]) if validate else None)
     said = [str(w.message) for w in caught if "training batches" in str(w.message)]
     return run.global_step, net.order.count("step"), said
 
 
+@pytest.mark.parametrize("validate", [False, True])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_every_rank_stops_with_the_one_that_has_fewest_batches(ranks: Any, stage: int) -> None:
-    (steps, count, said), (other, _, nothing) = ranks(2)(uneven, stage)
+def test_every_rank_stops_with_the_one_that_has_fewest_batches(
+    ranks: Any, stage: int, validate: bool
+) -> None:
+    """PL-11: 5 batches on one rank and 4 on the other, also with a validation after every two."""
+    (steps, count, said), (other, _, nothing) = ranks(2)(uneven, stage, validate)
     assert steps == other == count == 8  # 4 in each of two epochs
     assert "5 training batches in an epoch and another one 4" in said[0]
     assert nothing == []
@@ -468,6 +478,7 @@ def uneven_evaluation(stage: int, what: str) -> int:
 
 @pytest.mark.parametrize("what", ["fit", "validate", "test", "predict"])
 def test_uneven_evaluation_is_an_error_where_it_would_hang(ranks: Any, what: str) -> None:
+    """PL-11: told on every rank before the first batch that one of them lacks."""
     said = r"different numbers of batches to evaluate: \[2\.0\] at least, \[3\.0\] at most"
     with pytest.raises(Exception, match=said):
         ranks(2)(uneven_evaluation, 3, what)
@@ -487,5 +498,5 @@ def stops_early(stage: int) -> int:
 
 
 def test_early_stopping_on_a_ranks_own_metric_stops_every_rank(ranks: Any) -> None:
-    """Rank 1 sees no progress, rank 0 does; they stop in the same epoch."""
+    """PL-11: rank 1 sees no progress, rank 0 does; they stop in the same epoch."""
     assert ranks(2)(stops_early, 3) == [2, 2]
