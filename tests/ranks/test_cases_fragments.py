@@ -77,7 +77,8 @@ def test_ds26_the_layout_says_the_same_without_a_tensor():
 
 
 def trained(compute: str, stage: int, round_trip: bool) -> dict[str, Any]:
-    """Four steps; with ``round_trip`` all that can be read is read and set again after two."""
+    """Four steps; with ``round_trip`` all that can be read after two is set again after three, and
+    the third begins anew."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
@@ -95,6 +96,9 @@ def trained(compute: str, stage: int, round_trip: bool) -> dict[str, Any]:
         engine.step()
         if step == 1 and round_trip:
             values, state = engine.state_dict(), engine.optimizer_state_dict(optimizer)
+            engine.backward(-engine(x).float().sum())  # another way, which setting must undo
+            engine.step()
+            found["strayed"] = furthest(engine.state_dict(), values)
             engine.load_state_dict(values)
             engine.load_optimizer_state_dict(optimizer, state)
             found["values"] = furthest(engine.state_dict(), values)
@@ -135,7 +139,7 @@ def test_ds49_what_is_read_can_be_set_and_changes_nothing(ranks, compute):
     wanted = third_gradients()
     for stage in STAGES:
         plain, set_again = (ranks(2)(trained, compute, stage, which)[0] for which in (False, True))
-        assert set_again["values"] == 0
+        assert set_again["strayed"] > 1e-3 and set_again["values"] == 0
         assert len(set_again["state"]) == 4 * 3 and all(set_again["state"])
         for name in ("end", "moments", "grads", "grads again"):
             assert furthest(plain[name], set_again[name]) == 0, (stage, name)
