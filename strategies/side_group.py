@@ -124,6 +124,9 @@ class SideGroup:
         size = dist.get_world_size(over)
         result = tensor.detach().to("cpu", copy=True) if over is self._group else tensor.clone()
         as_bool = result.dtype is torch.bool
+        if result.is_floating_point() and over is self._group:
+            # gloo ends the process when ranks bring different widths, and losses do.
+            result = result.double()
         result = result.to(torch.uint8) if as_bool else result.contiguous()
         self._run("a reduction", lambda: dist.all_reduce(result, op=operation, group=over))
         if divide:
@@ -132,7 +135,7 @@ class SideGroup:
                 if torch.is_floating_point(result) or torch.is_complex(result)
                 else torch.div(result, size, rounding_mode="trunc")
             )
-        return (result.bool() if as_bool else result).to(tensor.device)
+        return (result.bool() if as_bool else result).to(tensor.device, tensor.dtype)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """The tensors of all ranks, ``(ranks, *tensor.shape)``; at one rank the tensor itself.

@@ -158,6 +158,8 @@ class Hooks:
                 return
             self._watch_outputs(unit, call, output)
             self._residency.leave(unit)
+            if self._residency.direction is Direction.BACKWARD:
+                self._recomputed(unit, output)
 
         self._handles.append(
             unit.module.register_forward_pre_hook(ModuleHook(pre), prepend=True, with_kwargs=True)
@@ -237,6 +239,13 @@ class Hooks:
             Edge.of(wanted[0]).retire.append(retire)
         elif wanted:
             torch.autograd.graph.register_multi_grad_hook(wanted, retire)
+
+    def _recomputed(self, unit: UnitState, output: Any) -> None:
+        """A recomputation is over: where nothing of it wants a gradient (a frozen backbone) no
+        backward of the unit will release it."""
+        busy = unit.outstanding or unit.open or unit.calls
+        if not busy and not any(t.requires_grad for t in tensors_in(output)):
+            self._residency.retire(unit)
 
     def _before_backward(self, unit: UnitState | None, call: Call | None, _: Tensor) -> None:
         residency = self._residency

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from zeroexp import ops
-from zeroexp.comm.notes import exchange_notes
 from zeroexp.comm.pool import flat_zeros
-from zeroexp.errors import ModelError, RankMismatch
+from zeroexp.errors import ModelError
 from zeroexp.layout import Layout, ParamSpec, Segment, Unit, make_layout, make_unit
 from zeroexp.zero.access import GuardedParameters, Guards, Owner, whole
+from zeroexp.zero.same_model import compare_buffers, compare_parameters
 from zeroexp.zero.segment import SegmentState, Surroundings
 from zeroexp.zero.unit import Life, UnitState
 
@@ -41,7 +40,7 @@ class ShardedModel:
         self.born_sharded = any(o.sharded for owners in self._former.values() for o in owners)
         """Whether the parameters were sharded before: the whole model may not fit."""
         self.specs = self._collect(groups)
-        self._agree()
+        compare_parameters(around.world.control, self.specs)
         self.layout: Layout = make_layout(self.specs, cut=cut, shards=around.world.gather.size)
         self.units: list[UnitState] = []
         self.place: dict[int, tuple[UnitState, SegmentState, int]] = {}
@@ -125,32 +124,6 @@ class ShardedModel:
                     "embedding instead."
                 )
 
-    def _agree(self) -> None:
-        """Compare the ranks' models, parameter by parameter, before anything is sent."""
-        control = self.around.world.control
-        sums = [zlib.crc32(repr(s).encode()) for s in self.specs]
-        count = control.exchange(torch.tensor([len(sums)]), "comparison of the ranks' models")
-        if len(set(count.flatten().tolist())) > 1:
-            raise RankMismatch(
-                "the ranks built different models: number of parameters by rank "
-                f"{count.flatten().tolist()}. Build the same model on every rank."
-            )
-        if not sums:
-            return
-        rows = control.exchange(torch.tensor(sums), "comparison of the ranks' models")
-        differs = (rows != rows[0]).any(dim=0).nonzero().flatten().tolist()
-        if differs:
-            spec = self.specs[differs[0]]
-            mine = f"{' = '.join((spec.name, *spec.aliases))} of shape {spec.shape}, {spec.dtype}, "
-            mine += f"optimizer group {spec.group}" if spec.trainable else "not trained"
-            notes = exchange_notes(control, mine, "comparison of the ranks' models")
-            other = next((r for r, note in enumerate(notes) if note != notes[0]), 0)
-            raise RankMismatch(
-                f"the ranks built different models: rank 0 has {notes[0]}; rank {other} has "
-                f"{notes[other]}. Build the same model, with the same parameters frozen and the "
-                "same optimizer groups, on every rank."
-            )
-
     def _take_over(self) -> None:
         left = Counter(id(o) for owners in self._former.values() for o in owners)
         for unit in self.layout.units:
@@ -177,13 +150,7 @@ class ShardedModel:
         not fit the weights."""
         control = self.around.world.control
         buffers = [(n, b) for n, b in self.module.named_buffers() if not b.is_meta]
-        facts = repr([(n, tuple(b.shape), str(b.dtype)) for n, b in buffers]).encode()
-        sums = control.exchange(torch.tensor([zlib.crc32(facts)]), "comparison of buffers")
-        if (sums != sums[0]).any():
-            raise RankMismatch(
-                "the ranks built different models: their buffers differ in name, shape or dtype "
-                f"(here: {[n for n, _ in buffers][:5]})."
-            )
+        compare_buffers(control, dict(buffers))
         for number, (name, buffer) in enumerate(buffers):
             if buffer.numel():
                 flat = buffer.contiguous().reshape(-1)

@@ -203,11 +203,17 @@ class SegmentState:
             self.shard.copy_(self.full[self.lo : self.hi])
         self.refresh_master()
 
-    @torch.no_grad()
     def adopt_edits(self) -> None:
-        """Take over what the user wrote into narrow parameters since the last step: the wider
-        master copy would undo it. An element that still is the rounded master keeps the master."""
-        if self.sharded or not self.has_master_copy:
+        """Take over what the user wrote into replicated narrow parameters since the last step: the
+        wider master copy would undo it."""
+        if not self.sharded:
+            self.refresh_master()
+
+    @torch.no_grad()
+    def refresh_master(self) -> None:
+        """Take the master copy from the narrow parameters, where they were edited: an element that
+        still is the rounded master keeps its full width."""
+        if not self.has_master_copy:
             return
         for start in range(0, self.master.numel(), _EDIT_CHUNK):
             master = self.master[start : start + _EDIT_CHUNK]
@@ -216,12 +222,6 @@ class SegmentState:
             if not torch.equal(rounded, low):
                 same = rounded.view(torch.int16) == low.view(torch.int16)
                 master.copy_(torch.where(same, master, low.to(master.dtype)))
-
-    def refresh_master(self) -> None:
-        """Take the master copy from the parameters again."""
-        if self.has_master_copy:
-            source = self.shard if self.around.placement.optim.sharded else self.full
-            self.master.copy_(source)
 
     @torch.no_grad()
     def assign(self, flat: Tensor) -> None:

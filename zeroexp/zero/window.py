@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
+import torch
 from torch import Tensor
 
 from zeroexp.precision import LossScale
@@ -30,7 +29,7 @@ class Window:
         """Whether a step may follow the last backward."""
         self.unreduced = False
         """Whether the last backward left its gradients where they arrived."""
-        self._losses: list[Tensor] = []
+        self._finite: list[Tensor] = []
 
     @property
     def loss_scale(self) -> float:
@@ -66,12 +65,12 @@ class Window:
 
     def saw_loss(self, loss: Tensor) -> None:
         """Note the loss of one micro-batch; nothing waits for its value before the boundary."""
-        self._losses.append(loss.detach().reshape(()))
+        self._finite.append(torch.isfinite(loss.detach()))  # not the loss: it holds more memory
 
     @property
     def loss_finite(self) -> bool:
         """Whether all losses of this rank were finite."""
-        return all(math.isfinite(loss.item()) for loss in self._losses)
+        return all(bool(finite) for finite in self._finite)
 
     def restart(self) -> None:
         """The count begins anew."""
@@ -79,6 +78,6 @@ class Window:
 
     def forget(self, *, gradients_left: bool) -> None:
         """Gradients were stepped or dropped; ``gradients_left`` are those of other optimizers."""
-        self._losses = []
+        self._finite = []
         if not gradients_left:
             self._held_scale = None
