@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 
 class Faulty(pl.LightningModule):
-    """Next-token prediction by one linear layer. ``fault``: none, raise, infinite, memory, exit,
-    frozen, vector, hang.
+    """Next-token prediction by one linear layer, without a validation. ``fault``: none, raise,
+    infinite, memory, exit, frozen, vector, hang, silent (no loss).
     """
 
     def __init__(self, fault: str = "none", rank: int = 1, vocab: int = 64) -> None:
@@ -24,7 +24,7 @@ class Faulty(pl.LightningModule):
         if fault == "frozen":
             self.requires_grad_(False)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         if self.global_rank == self.culprit and batch_idx == 1:
             if self.fault == "raise":
                 raise ValueError("boom")
@@ -39,10 +39,9 @@ class Faulty(pl.LightningModule):
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), (batch["targets"] % 64).flatten())
         if self.fault == "infinite" and batch_idx == 1:
             loss = loss * float("nan")
+        if self.fault == "silent":
+            return None
         return loss.expand(2) if self.fault == "vector" else loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        pass
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
