@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 class Faulty(pl.LightningModule):
     """Next-token prediction by one linear layer, without a validation. ``fault``: none, raise,
-    infinite, memory, exit, frozen, vector, hang, silent (no loss).
+    infinite, memory, exit, frozen, vector, hang, silent (no loss),
+    save (killed over a half-written second checkpoint).
     """
 
     def __init__(self, fault: str = "none", rank: int = 1, vocab: int = 64) -> None:
@@ -42,6 +44,19 @@ class Faulty(pl.LightningModule):
         if self.fault == "silent":
             return None
         return loss.expand(2) if self.fault == "vector" else loss
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.fault != "save" or self.global_step != 2 or self.global_rank != self.culprit:
+            return
+        replace = os.replace
+
+        def killed(source: Any, target: Any) -> None:
+            if str(target).endswith(".ckpt"):
+                os.truncate(source, os.path.getsize(source) // 2)
+                os.kill(os.getpid(), signal.SIGKILL)
+            replace(source, target)
+
+        os.replace = killed  # type: ignore[assignment]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)

@@ -131,11 +131,13 @@ def test_a_run_leaves_everything_behind_and_what_happened_is_what_was_planned(
 
 
 def test_quiet_prints_nothing_while_all_is_well(train: Command) -> None:
-    words = [*TINY, "-q", "--local_rank=0", "--local-rank", "1"]
+    words = [*TINY, "-q", "measure.log_every=2", "--local_rank=0", "--local-rank", "1"]
     done = train(*words, LOCAL_RANK="1")  # what old launchers append and leave behind
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     (run,) = train.runs()
     assert read(run / "status.json")["status"] == "ok"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [2, 4]
 
 
 def test_validation_at_the_end_whatever_ends_the_run(train: Command) -> None:
@@ -150,6 +152,10 @@ def test_validation_at_the_end_whatever_ends_the_run(train: Command) -> None:
     assert read(run / "result.json")["steps"] == 18
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "val_loss" in row] == [18]
+    # a step is one of the optimizer, two micro-batches, wherever it is counted
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 19))
+    shown = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert shown == ["1", *map(str, range(2, 19, 2))]
 
 
 def test_the_first_error_leads(train: Command) -> None:
@@ -199,6 +205,29 @@ def test_a_full_disk_is_the_reason_wherever_it_is_written(train: Command, small_
     # nothing half-written stays
     saved = [path.name for path in (run / "checkpoints").iterdir()]
     assert saved and all(name.startswith("step-") for name in saved)
+
+
+def test_a_rank_killed_in_the_middle_of_a_save_costs_that_checkpoint_only(train: Command) -> None:
+    save = ["checkpoint=full", "checkpoint.every=1", "checkpoint.keep=1"]
+    done = external(train, "save", "model.kwargs.rank=0", *save)
+    assert done.returncode == 1
+    (run,) = train.runs()
+    status = read(run / "status.json")
+    assert (status["status"], status["failed_rank"]) == ("crash", 0) and "SIGKILL" in status[
+        "reason"
+    ]
+    saved = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert saved == [".step-00000002.ckpt.part", "step-00000001.ckpt"]
+    done = external(train, "none", f"checkpoint.resume={run}", "name=more", *save)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (second,) = train.runs("runs/more/*")
+    lost, redone = (
+        [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        for path in (run, second)
+    )
+    assert [row["step"] for row in lost] == [1, 2]
+    assert [row["step"] for row in redone] == [2, 3, 4]
+    assert redone[0]["loss"] == pytest.approx(lost[1]["loss"], rel=1e-6)
 
 
 def test_a_loss_that_is_not_finite_ends_with_status_nan(train: Command) -> None:
