@@ -85,6 +85,10 @@ def main(argv: list[str] | None = None) -> None:
     startup.add_argument("--rounds", type=int, default=7)
     startup.add_argument("--out", default=str(RESULTS))
 
+    compose = commands.add_parser("compose", help="command to answer, where no rank is needed")
+    compose.add_argument("--rounds", type=int, default=11)
+    compose.add_argument("--out", default=str(RESULTS))
+
     commands.add_parser("peers", help="make the environment of the peers that need one")
 
     page = commands.add_parser("table", help="write docs/benchmarks.md and README's table")
@@ -110,6 +114,11 @@ def main(argv: list[str] | None = None) -> None:
 
         result = provenance("startup", argv) | launchers.measure(arguments.rounds)
         _write(Path(arguments.out) / "startup.json", result)
+    elif arguments.command == "compose":
+        from benchmarks import compose as answers
+
+        result = provenance("compose", argv) | answers.measure(arguments.rounds)
+        _write(Path(arguments.out) / "compose.json", result)
     elif arguments.command == "peers":
         peer_env.make()
     elif arguments.command == "table":

@@ -58,6 +58,7 @@ TITLES = {
     "kernel": "AdamW kernel",
     "overhead": "Python overhead",
     "startup": "Launch to first step",
+    "compose": "Command to answer",
 }
 
 # The mode of a peer that does what this mode does.

@@ -158,6 +158,17 @@ def startup(timings: Timings | None) -> list[Verdict]:
     return verdicts
 
 
+def compose(timings: Timings | None) -> list[Verdict]:
+    """Composing and reporting without torch, median of fresh processes."""
+    verdicts = []
+    for variant in ("plan", "explain", "a wrong key"):
+        text = f"command to answer: {variant} within 1 s, without torch"
+        found = timings.median("command to answer", variant) if timings else None
+        measured = None if found is None else f"{found:.2f} s"
+        verdicts.append(Verdict(text, measured, found is not None and found <= 1.0))
+    return verdicts
+
+
 def all_targets(works: Mapping[str, WorkResult], timings: Mapping[str, Timings]) -> list[Verdict]:
     """Every target of the project, in the order of the page."""
     return [
@@ -165,4 +176,5 @@ def all_targets(works: Mapping[str, WorkResult], timings: Mapping[str, Timings])
         *kernel(timings.get("kernel")),
         *overhead(timings.get("overhead"), works),
         *startup(timings.get("startup")),
+        *compose(timings.get("compose")),
     ]

@@ -50,6 +50,11 @@ TABLE: dict[str, tuple[str, str, str]] = {
     "TrainerStatus": ("pytorch", "trainer.states", "TrainerStatus"),
     "SIGTERMException": ("pytorch", "utilities.exceptions", "SIGTERMException"),
     "is_overridden": ("pytorch", "utilities.model_helpers", "is_overridden"),
+    "MisconfigurationException": (
+        "fabric",
+        "utilities.exceptions",
+        "MisconfigurationException",
+    ),
     "rank_zero_only": ("pytorch", "utilities.rank_zero", "rank_zero_only"),
     "rank_zero_info": ("pytorch", "utilities.rank_zero", "rank_zero_info"),
     "rank_zero_warn": ("pytorch", "utilities.rank_zero", "rank_zero_warn"),

@@ -167,7 +167,16 @@ def check_kwargs(factory: Any, model: ModelConfig) -> None:
     """Raises :class:`ConfigError` if ``factory`` cannot be called with ``model.kwargs``."""
     try:
         inspect.signature(factory).bind(**model.kwargs)
+    except ValueError:
+        return  # written in C, without a signature: the call itself will tell
     except TypeError as error:
+        if not isinstance(factory, type):
+            raise _problem(
+                "model.target",
+                f"{model.target} is a function, no LightningModule, and model.kwargs cannot call "
+                f"it: {error}.",
+                f"{_BASE}, or a function that makes one. It takes {inspect.signature(factory)}",
+            ) from error
         raise _problem(
             "model.kwargs",
             f"{model.target} cannot be called with {sorted(model.kwargs)}: {error}.",

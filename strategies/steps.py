@@ -3,15 +3,43 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+
+from torch import Tensor
 
 from zeroexp.config import Config
 from zeroexp.errors import ModelError
 from zeroexp.strategies.compat import Namespace
 from zeroexp.strategies.faults import Sigterm
 from zeroexp.strategies.optimization import Optimization
+
+
+def check_output(output: Any) -> None:
+    """Raises :class:`ModelError` unless ``output`` of training_step is a tensor, or a mapping with
+    one under ``loss``.
+
+    Lightning skips a batch for which training_step returns None. Here the backward pass of a batch
+    needs every rank, and None on one of them would leave the others waiting.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, Tensor):
+        return
+    if isinstance(output, Mapping) and "loss" not in output:
+        found = f"a dict without 'loss' (it has {', '.join(map(repr, output)) or 'nothing'})"
+    elif isinstance(output, Mapping):
+        found = f"a dict whose 'loss' is {_described(loss)}"
+    else:
+        found = _described(output)
+    raise ModelError(
+        f"training_step returned {found}. Return the loss, a tensor of one number, or a dict that "
+        "has it under 'loss'; to leave a batch out, return a loss times 0."
+    )
+
+
+def _described(value: object) -> str:
+    return "None" if value is None else f"an object of type {type(value).__name__}: {value!r:.60}"
 
 
 class Steps:
@@ -35,7 +63,10 @@ class Steps:
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._around(self.precision_plugin.train_step_context()):
-            return self.lightning_module.training_step(*args, **kwargs)
+            output = self.lightning_module.training_step(*args, **kwargs)
+        if self.lightning_module.automatic_optimization:
+            check_output(output)
+        return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._stop_evaluation()

@@ -290,9 +290,15 @@ class ZeroBehaviour(Ranks, Steps, State):
 
     def setup_optimizers(self, trainer: Any) -> None:
         self._reset_optimizers_and_schedulers()  # type: ignore[attr-defined]
-        self.ns.ParallelStrategy.setup_optimizers(self, trainer)
+        try:
+            self.ns.ParallelStrategy.setup_optimizers(self, trainer)
+        except self.ns.MisconfigurationException as error:
+            said = " ".join(str(error).split())
+            raise OptimizerError(f"configure_optimizers: Lightning refuses it. {said}") from error
         if any(isinstance(optimizer, self.ns.MockOptimizer) for optimizer in self.optimizers):
-            raise OptimizerError("configure_optimizers returned None; fit needs an optimizer")
+            raise OptimizerError(
+                "configure_optimizers returned None. Return an optimizer: fit needs one."
+            )
         refuse_closures(self.optimizers)
         for wrapper in self._lightning_optimizers:
             # The wrapper is an optimizer by class, so without this its zero_grad would be torch's,

@@ -85,9 +85,12 @@ def train(flags: Flags) -> int:
 
         return run_external(composed, flags.rest, quiet=flags.quiet)
     from zeroexp.run import driver
+    from zeroexp.run.launch import Interrupt
 
-    start = driver.prepare(composed, flags.rest)
-    return driver.run(start, quiet=flags.quiet).exit_code
+    # Caught before the run directory exists: what stands in it says how the run ended.
+    with Interrupt() as interrupt:
+        start = driver.prepare(composed, flags.rest)
+        return driver.run(start, interrupt=interrupt, quiet=flags.quiet).exit_code
 
 
 def sweep(flags: Flags) -> int:

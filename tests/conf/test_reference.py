@@ -1,8 +1,8 @@
-"""The key reference is current and complete, explain agrees with it, and no key is dead."""
+"""The key reference is current and complete and explain agrees with it. (What each key
+changes: tests/unit/test_key_effects.py.)"""
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 import pytest
@@ -98,20 +98,3 @@ def test_explain_of_groups_without_keys() -> None:
 def test_explain_of_nothing_has_the_nearest_key() -> None:
     with pytest.raises(ConfigError, match=r"Did you mean  zero\.stage "):
         explain("zero.stgae")
-
-
-def test_no_key_is_dead() -> None:
-    """Somebody outside the configuration reads every key, or a property that is made from it."""
-    read: set[str] = set()
-    for folder in ("zeroexp", "strategies"):
-        for path in (ROOT / folder).rglob("*.py"):
-            if "config" not in path.relative_to(ROOT).parts:
-                nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-                read |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    through = {
-        "kv_heads": "num_kv_heads",
-        "mlp_ratio": "hidden_size",
-        "hidden": "hidden_size",
-    }
-    dead = [k.path for k in KEYS.values() if through.get(k.name, k.name) not in read]
-    assert dead == []

@@ -91,3 +91,26 @@ def test_a_port_in_use_is_named(train: Command) -> None:
     assert done.returncode == 2
     assert str(port) in done.stderr and "Traceback" not in done.stderr
     assert list(train.where.iterdir()) == []
+
+
+def test_something_else_on_the_port_ends_with_one_message(train: Command) -> None:
+    """It takes the connection and never answers, which torch's store waits for without end."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        done = train(
+            "launch=external",
+            "launch.timeout=3",
+            *TINY,
+            RANK="1",
+            WORLD_SIZE="2",
+            LOCAL_RANK="1",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            seconds=100,
+        )
+    assert done.returncode == 1
+    said = f"zeroexp: rank 1 of 2 did not meet the others at 127.0.0.1:{port} within 3 s"
+    assert len([line for line in done.stderr.splitlines() if line.startswith(said)]) == 1
+    assert "Traceback" not in done.stderr and list(train.where.iterdir()) == []

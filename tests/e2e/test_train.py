@@ -7,6 +7,8 @@ import math
 import os
 import shutil
 import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +131,13 @@ def test_a_run_leaves_everything_behind_and_what_happened_is_what_was_planned(
 
 
 def test_quiet_prints_nothing_while_all_is_well(train: Command) -> None:
-    words = [*TINY, "-q", "--local_rank=0", "--local-rank", "1"]
+    words = [*TINY, "-q", "measure.log_every=2", "--local_rank=0", "--local-rank", "1"]
     done = train(*words, LOCAL_RANK="1")  # what old launchers append and leave behind
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     (run,) = train.runs()
     assert read(run / "status.json")["status"] == "ok"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [2, 4]
 
 
 def test_validation_at_the_end_whatever_ends_the_run(train: Command) -> None:
@@ -148,6 +152,10 @@ def test_validation_at_the_end_whatever_ends_the_run(train: Command) -> None:
     assert read(run / "result.json")["steps"] == 18
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "val_loss" in row] == [18]
+    # a step is one of the optimizer, two micro-batches, wherever it is counted
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 19))
+    shown = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert shown == ["1", *map(str, range(2, 19, 2))]
 
 
 def test_the_first_error_leads(train: Command) -> None:
@@ -164,6 +172,62 @@ def test_the_first_error_leads(train: Command) -> None:
     assert len(lines) - head < 15 and any("frames in" in line for line in lines)
     assert "ValueError: boom" in (run / "rank1.log").read_text()
     assert read(run / "result.json")["steps"] == 1
+    # a model without a validation is not validated, and told so where somebody asked for it
+    off = "validation is off: faulty:Faulty has no validation_step, so trainer.val_batches=1"
+    assert [line for line in lines if "validation" in line] == [f"{off} has no effect"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 600 KiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "none", str(place)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_full_disk_is_the_reason_wherever_it_is_written(train: Command, small_disk: Path) -> None:
+    # 105 KiB of weights, three times in a checkpoint: the second one finds no room
+    words = ["checkpoint=full", "checkpoint.every=1", "checkpoint.keep=9", "measure.log_every=1"]
+    done = train(*TINY, *words, f"paths.runs={small_disk}", "trainer.devices=2")
+    assert done.returncode == 1
+    (run,) = small_disk.glob("*/*")
+    status = read(run / "status.json")
+    assert (status["status"], status["failed_rank"]) == ("crash", 0)
+    assert "No space left on device: " in status["reason"], status
+    assert f"{run}/checkpoints/.step-0000000" in status["reason"]
+    assert status["reason"] in done.stdout and done.stderr == ""
+    assert "Traceback" not in done.stdout
+    assert read(run / "result.json")["status"] == "crash"
+    # nothing half-written stays
+    saved = [path.name for path in (run / "checkpoints").iterdir()]
+    assert saved and all(name.startswith("step-") for name in saved)
+
+
+def test_a_rank_killed_in_the_middle_of_a_save_costs_that_checkpoint_only(train: Command) -> None:
+    save = ["checkpoint=full", "checkpoint.every=1", "checkpoint.keep=1"]
+    done = external(train, "save", "model.kwargs.rank=0", *save)
+    assert done.returncode == 1
+    (run,) = train.runs()
+    status = read(run / "status.json")
+    assert (status["status"], status["failed_rank"]) == ("crash", 0) and "SIGKILL" in status[
+        "reason"
+    ]
+    saved = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert saved == [".step-00000002.ckpt.part", "step-00000001.ckpt"]
+    done = external(train, "none", f"checkpoint.resume={run}", "name=more", *save)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (second,) = train.runs("runs/more/*")
+    lost, redone = (
+        [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        for path in (run, second)
+    )
+    assert [row["step"] for row in lost] == [1, 2]
+    assert [row["step"] for row in redone] == [2, 3, 4]
+    assert redone[0]["loss"] == pytest.approx(lost[1]["loss"], rel=1e-6)
 
 
 def test_a_loss_that_is_not_finite_ends_with_status_nan(train: Command) -> None:
@@ -190,14 +254,26 @@ def test_a_hanging_rank_ends_with_status_timeout(train: Command) -> None:
     assert "faulty.py" in (run / "launch" / "stack1.txt").read_text()
 
 
-@pytest.mark.parametrize("fault", ["frozen", "vector"])
-def test_a_model_that_cannot_be_trained_is_one_message(train: Command, fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("frozen", "the model has no trainable parameter"),
+        ("vector", "the loss must be a scalar tensor"),
+        ("silent", "training_step returned None"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_one_message(
+    train: Command, fault: str, said: str
+) -> None:
     done = external(train, fault)
-    assert done.returncode in (1, 2)
+    assert done.returncode == 1
     (run,) = train.runs()
-    assert read(run / "status.json")["status"] in ("crash", "config")
-    words = {"frozen": "trainable", "vector": "scalar"}[fault]
-    assert words in read(run / "status.json")["reason"]
+    status = read(run / "status.json")
+    assert status["status"] == "crash"
+    assert said in status["reason"] and not status["reason"].endswith(":")
+    assert f"{status['reason']}\n" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "Traceback" in (run / f"rank{status['failed_rank']}.log").read_text()
 
 
 @pytest.mark.parametrize(

@@ -336,7 +336,7 @@ def returns_none() -> None:
 
 
 def test_a_training_step_without_a_loss_is_refused(ranks: Any) -> None:
-    with pytest.raises(Exception, match="Skipping the `training_step` by returning None"):
+    with pytest.raises(Exception, match=r"training_step returned None\. Return the loss"):
         ranks(2)(returns_none)
 
 

@@ -133,6 +133,9 @@ def not_an_override(word: str, error: HydraException) -> Problem:
             example = f"{name}=OPTION"
         return Problem(word, "has no value.", f"Wanted {example}.")
     reason = str(error).splitlines()[0].split(" expecting {")[0]
+    if reason.endswith(f"Exception: {word}"):
+        # The lexer has no words of its own: Hydra repeats ours behind the name of a class.
+        reason = "it has a character that Hydra's grammar does not know outside quotes"
     return Problem(name or word, f"cannot be read: {reason}.", "Put special characters in quotes.")
 
 

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroexp.run.atomic import write_json
 from zeroexp.run.directory import RunDirectory
 from zeroexp.run.lifeline import PARENT, die_with_parent
 from zeroexp.run.procfs import environment_value, own_children
+from zeroexp.run.reserve import write_last
 
 _DISCOVER_SECONDS = 0.02
 
@@ -145,7 +145,8 @@ def main(argv: list[str]) -> int:
         for end in exits:
             if end.exit_code is None:
                 end.exit_code = codes.get(end.pid, 0)
-        write_json(directory.exits, {"exits": [dataclasses.asdict(end) for end in exits]})
+        ends = {"exits": [dataclasses.asdict(end) for end in exits]}
+        write_last(directory, directory.exits, ends)
     return 0
 
 

@@ -24,9 +24,11 @@ def write_text(path: Path, text: str) -> None:
         with open(scratch, "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(scratch, path)
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             scratch.unlink()
+        if error.filename is None:  # a write does not know its file
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 

@@ -85,18 +85,11 @@ def _missing_parents(path: Path) -> list[Path]:
     return [p for p in (path, *path.parents) if not p.exists()]
 
 
-def unwritable(path: Path, error: OSError) -> ConfigError:
-    """The one message for a run directory that cannot be written."""
+def unwritable(path: Path, error: OSError, key: str = "paths.runs") -> ConfigError:
+    """The one message for a directory that cannot be written; ``key`` is what named it."""
     reason = error.strerror or str(error)
-    return ConfigError(
-        [
-            Problem(
-                "paths.runs",
-                f"cannot write to {path}: {reason}.",
-                "Point paths.runs at a directory you can write.",
-            )
-        ]
-    )
+    fix = f"Point {key} at a directory you can write."
+    return ConfigError([Problem(key, f"cannot write to {path}: {reason}.", fix)])
 
 
 @dataclass(frozen=True)
@@ -177,6 +170,11 @@ class RunDirectory:
     def stack(self, rank: int) -> Path:
         """Where the threads of rank ``rank`` stood when it was told to end."""
         return self.launch / f"stack{rank}.txt"
+
+    @property
+    def reserve(self) -> Path:
+        """Room that is given up for the last words of a run whose disk is full."""
+        return self.launch / "reserve"
 
     @property
     def elastic(self) -> Path:

@@ -4,6 +4,7 @@ this process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -18,13 +19,13 @@ import yaml
 from zeroexp.config import Composed, Config
 from zeroexp.data.plan import problems
 from zeroexp.errors import ConfigError, ZeroexpError
-from zeroexp.run import provenance, result, resume, status
+from zeroexp.run import provenance, reserve, result, resume, status
 from zeroexp.run.atomic import write_json, write_text
 from zeroexp.run.directory import RunDirectory, unwritable
 from zeroexp.run.environment import threads_per_rank
 from zeroexp.run.failure import Verdict
 from zeroexp.run.forecast import Forecast, forecast
-from zeroexp.run.launch import Interrupt, Job, run_job
+from zeroexp.run.launch import Interrupt, Job, interrupted, run_job
 from zeroexp.run.summary import closing_lines, opening_lines
 from zeroexp.run.tag import tag_of
 
@@ -91,6 +92,7 @@ def prepare(
         if plan is not None:
             write_json(made.plan, plan.predicted)
         status.running().write(made)
+        reserve.keep(made)
     except OSError as error:
         made.discard()
         raise unwritable(made.path, error) from error
@@ -104,7 +106,8 @@ def _describe(start: Start) -> None:
     described["config_digest"] = start.digest
     described["resume_digest"] = resume.digest_without_resume(start.config)
     described["resumed_from"] = str(start.resume_from) if start.resume_from else None
-    write_json(start.directory.run, described)
+    with contextlib.suppress(OSError):  # where a run comes from is worth no failed run
+        write_json(start.directory.run, described)
 
 
 def run(
@@ -132,6 +135,8 @@ def run(
 
 def _carry_out(start: Start, out: IO[str], interrupt: Interrupt, quiet: bool) -> Verdict:
     config, plan = start.config, start.forecast
+    if interrupt.signal is not None:
+        return interrupted(interrupt)
     if plan is not None and plan.fits is False:
         if config.launch.guard == "refuse":
             return Verdict(status.WONT_FIT, plan.verdict)
@@ -147,7 +152,10 @@ def _carry_out(start: Start, out: IO[str], interrupt: Interrupt, quiet: bool) ->
         start.threads,
         retries=config.launch.retries,
     )
-    return run_job(job, out, interrupt, quiet=quiet)
+    try:
+        return run_job(job, out, interrupt, quiet=quiet)
+    except OSError as error:  # of the driver's own files; the ranks have ended
+        return Verdict(status.CRASH, f"{error.strerror or error}: {error.filename or 'driver'}")
 
 
 def _finish(
@@ -157,11 +165,14 @@ def _finish(
         start.describing.join()
     final = status.Status(verdict.status, verdict.reason, verdict.failed_rank)
     ranks = start.config.data_ranks
+    reserve.give_up(start.directory)
     try:
-        written = result.write(
-            start.directory, config_digest=start.digest, status=final, ranks=ranks
-        )
-        final.write(start.directory)
+        try:
+            written = result.write(
+                start.directory, config_digest=start.digest, status=final, ranks=ranks
+            )
+        finally:
+            final.write(start.directory)
     except OSError as error:
         raise ZeroexpError(
             f"the run ended ({verdict.status}: {verdict.reason or 'as planned'}), but its result "

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from zeroexp.config import Composed
 from zeroexp.errors import ConfigError, Problem, ZeroexpError
-from zeroexp.run import driver, fault, result, status
+from zeroexp.run import driver, fault, reserve, result, status
 from zeroexp.run.directory import RunDirectory
-from zeroexp.run.failure import Verdict
+from zeroexp.run.failure import Verdict, headline, port_taken
 from zeroexp.run.rank import Rank, log_to
+from zeroexp.run.rendezvous import check_address, deadline, unreached
 from zeroexp.run.summary import closing_lines, opening_lines
 
 if TYPE_CHECKING:
@@ -36,10 +37,12 @@ _LET_RANK_0_SPEAK_SECONDS = 10.0
 def run_external(composed: Composed, argv: Sequence[str], *, quiet: bool = False) -> int:
     """Train as one of the ranks that exist; the exit code of this rank.
 
-    Raises :class:`ConfigError` when no launcher's variables are there, the port of the launch is
-    taken, or rank 0 cannot make the run directory (on rank 0; the others end without a word, with
-    the same code).
+    Raises :class:`ConfigError` when no launcher's variables are there or one cannot be used, the
+    port of the launch is taken, or rank 0 cannot make the run directory (on rank 0; the others end
+    without a word, with the same code), and :class:`ZeroexpError` when the ranks do not meet within
+    ``launch.timeout``.
     """
+    check_address(os.environ)
     from zeroexp.run.training import train, with_ranks_of_launcher
 
     if os.getcwd() not in sys.path:
@@ -47,7 +50,9 @@ def run_external(composed: Composed, argv: Sequence[str], *, quiet: bool = False
     environment = with_ranks_of_launcher()
     rank, world = environment.global_rank(), environment.world_size()
     # A rank that reaches a collective late is no slower than one that reaches the store late.
-    store = _store(environment, timedelta(seconds=composed.config.launch.timeout))
+    timeout = composed.config.launch.timeout
+    with deadline(rank, world, timeout):
+        store = _store(environment, timeout)
     start = _announce(store, composed, argv) if rank == 0 else None
     told = json.loads(store.get(_DIRECTORY))
     if told["path"] is None:
@@ -68,27 +73,30 @@ def run_external(composed: Composed, argv: Sequence[str], *, quiet: bool = False
         # Every rank's figures are on disk before rank 0 puts them together.
         store.add(f"{_DIRECTORY}/done", 1)
         if start is not None:
-            _wait_for(store, world, composed.config.launch.timeout)
+            _wait_for(store, world, timeout)
             _finish(start, began, quiet)
     return 0
 
 
-def _store(environment: Any, timeout: timedelta) -> Store:
+def _store(environment: Any, timeout: float) -> Store:
     """The store of the launch: torchrun's own, or one that rank 0 serves on MASTER_PORT."""
-    from torch.distributed import DistNetworkError
+    from torch.distributed import DistError
     from torch.distributed.rendezvous import rendezvous
 
     rank, world = environment.global_rank(), environment.world_size()
     try:
         store: Store
-        store, _, _ = next(rendezvous("env://", rank, world, timeout=timeout))
-    except DistNetworkError as error:
-        port = os.environ.get("MASTER_PORT", "?")
+        within = timedelta(seconds=timeout)
+        store, _, _ = next(rendezvous("env://", rank, world, timeout=within))
+    except DistError as error:
+        port, head = os.environ.get("MASTER_PORT", "?"), str(error).splitlines()[0].rstrip(".")
+        if not port_taken(head):
+            raise ZeroexpError(unreached(rank, world, timeout, head)) from error
         raise ConfigError(
             [
                 Problem(
                     "MASTER_PORT",
-                    f"port {port} cannot be used: {str(error).splitlines()[0]}.",
+                    f"port {port} cannot be used: {head}.",
                     f"See who has it with  ss -ltnp 'sport = :{port}', or set another MASTER_PORT",
                 )
             ]
@@ -118,6 +126,7 @@ def _wait_for(store: Store, world: int, timeout: float) -> None:
 def _finish(start: driver.Start, began: float, quiet: bool) -> None:
     if start.describing is not None:
         start.describing.join()
+    reserve.give_up(start.directory)
     final = status.Status(status.OK)
     ranks = start.config.data_ranks
     written = result.write(start.directory, config_digest=start.digest, status=final, ranks=ranks)
@@ -173,7 +182,8 @@ def _reported(rank: Rank, world: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        fault.record(rank.directory, rank.rank, error)
+        with contextlib.suppress(OSError):
+            fault.record(rank.directory, rank.rank, error)
         found = fault.classify(error)
         _status_if_first(rank, error, found)
         if os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -192,6 +202,8 @@ def _status_if_first(rank: Rank, error: Exception, found: str) -> None:
     known = status.read(rank.directory)
     if known is not None and known.status not in (status.RUNNING, status.INTERRUPTED):
         return
-    head = (str(error).strip() or type(error).__name__).splitlines()[0]
-    reason = f"rank {rank.rank}: {type(error).__name__}: {head}"
-    status.Status(found, reason, rank.rank).write(rank.directory)
+    kind = type(error).__name__
+    reason = f"rank {rank.rank}: {kind}: {headline(fault.said(error, rank.directory)) or kind}"
+    reserve.give_up(rank.directory)
+    with contextlib.suppress(OSError):
+        status.Status(found, reason, rank.rank).write(rank.directory)

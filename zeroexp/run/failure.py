@@ -13,6 +13,7 @@ from zeroexp.run import status
 from zeroexp.run.atomic import read_json
 from zeroexp.run.directory import RunDirectory
 from zeroexp.run.fault import lost_peer
+from zeroexp.run.reserve import no_room
 
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
@@ -135,9 +136,10 @@ def verdict(directory: RunDirectory, *, agent_code: int, oom_kills: int) -> Verd
         return Verdict(status.CRASH, f"rank {rank} was ended by {name}{hint}", rank, cause)
     if not cause.kind:
         reason = f"rank {rank} ended with exit code {cause.exit_code} and no Python error"
+        if no_room(directory):
+            reason += f", and the disk of {directory.path} is full"
         return Verdict(status.CRASH, reason, rank, cause)
-    head = (cause.message.strip() or cause.kind).splitlines()[0]
-    reason = f"rank {rank}: {cause.kind}: {head}"
+    reason = f"rank {rank}: {cause.kind}: {headline(cause.message) or cause.kind}"
     absent = [failure.rank for failure in failures if failure.was_stopped]
     if cause.status == status.TIMEOUT and absent:
         who = f"rank {absent[0]} did" if len(absent) == 1 else f"ranks {absent} did"
@@ -146,7 +148,25 @@ def verdict(directory: RunDirectory, *, agent_code: int, oom_kills: int) -> Verd
     return Verdict(cause.status, reason, rank, cause)
 
 
+def headline(message: str) -> str:
+    """The first sentence of ``message``: its first line, and where that ends in a colon the lines
+    it announces.
+    """
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    said = lines[0] if lines else ""
+    for line in lines[1:]:
+        if not said.endswith(":"):
+            break
+        said += f" {line}"
+    return said.rstrip(":")
+
+
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
+
+
+def port_taken(text: str) -> bool:
+    """True for words of torch's that say another process has the port."""
+    return bool(_PORT_TAKEN.search(text))
 
 
 def signal_name(number: int) -> str:
@@ -162,8 +182,10 @@ def _agent_reason(directory: RunDirectory, code: int) -> str:
         text = directory.agent_log.read_text(encoding="utf-8", errors="replace")
     except OSError:
         text = ""
-    if _PORT_TAKEN.search(text):
+    if port_taken(text):
         return "the port of the rendezvous is in use by another process; start the run again"
     lines = [line for line in text.splitlines() if line.strip()]
+    if no_room(directory):
+        return f"the disk of {directory.path} is full (the ranks could not say what they met)"
     last = lines[-1].strip() if lines else "no output"
     return f"the elastic agent ended with exit code {code}: {last}"

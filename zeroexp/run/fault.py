@@ -13,8 +13,8 @@ from typing import Any
 
 from zeroexp.errors import CollectiveTimeout, ConfigError, NonFiniteError, ZeroexpError
 from zeroexp.run import status
-from zeroexp.run.atomic import write_json
 from zeroexp.run.directory import RunDirectory
+from zeroexp.run.reserve import is_full, write_last
 
 # What gloo, NCCL and the store say to a rank whose peer has gone. Such an error is a consequence of
 # another rank's end.
@@ -90,6 +90,17 @@ def _library_of(filename: str) -> str | None:
     return "Python" if filename.startswith(("<frozen", sys.base_prefix)) else None
 
 
+def said(error: BaseException, directory: RunDirectory) -> str:
+    """The message of ``error``; a write that found no room always says on which disk."""
+    first = error
+    while not is_full(first) and (first.__cause__ or first.__context__) is not None:
+        first = first.__cause__ or first.__context__ or first
+    if not is_full(first):
+        return str(error)
+    assert isinstance(first, OSError)  # for the type checker: is_full said so
+    return f"{first.strerror}: {first.filename or directory.path}"
+
+
 def brief_traceback(error: BaseException) -> str:
     """The traceback with the frames of libraries folded, the last frame and the user's own shown.
 
@@ -120,16 +131,16 @@ def record(
     directory: RunDirectory, rank: int, error: BaseException, *, at: float | None = None
 ) -> None:
     """Write ``errors/rank<rank>.json``: rank, time, kind, message, traceback (whole and brief),
-    status.
+    status. Raises ``OSError`` where the disk does not even take that.
     """
     directory.errors.mkdir(exist_ok=True)
     value: dict[str, Any] = {
         "rank": rank,
         "time": time.time() if at is None else at,
         "kind": type(error).__name__,
-        "message": str(error),
+        "message": said(error, directory),
         "brief": brief_traceback(error),
         "traceback": "".join(traceback.format_exception(error)),
         "status": classify(error),
     }
-    write_json(directory.error(rank), value)
+    write_last(directory, directory.error(rank), value)

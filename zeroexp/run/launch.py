@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
-from zeroexp.run import status
+from zeroexp.run import reserve, status
 from zeroexp.run.atomic import write_json
 from zeroexp.run.directory import RunDirectory
 from zeroexp.run.environment import for_ranks
@@ -95,6 +95,12 @@ class Interrupt:
         return 128 + (self.signal or signal.SIGINT)
 
 
+def interrupted(interrupt: Interrupt) -> Verdict:
+    """The verdict on a run that the signal of ``interrupt`` ended."""
+    name = signal.Signals(interrupt.signal or signal.SIGINT).name
+    return Verdict(status.INTERRUPTED, "Ctrl-C" if name == "SIGINT" else f"ended by {name}")
+
+
 def run_job(job: Job, out: IO[str], interrupt: Interrupt, *, quiet: bool = False) -> Verdict:
     """Run ``job`` to its end, showing rank 0's output on ``out``; never raises for what happens in
     a rank.
@@ -109,6 +115,9 @@ def run_job(job: Job, out: IO[str], interrupt: Interrupt, *, quiet: bool = False
     for attempt in range(job.retries + 1):
         shutil.rmtree(directory.errors, ignore_errors=True)
         directory.exits.unlink(missing_ok=True)
+        if attempt:
+            with contextlib.suppress(OSError):
+                reserve.keep(directory)
         found = _attempt(job, attempt, follower, interrupt)
         if found.status not in (status.CRASH, status.TIMEOUT) or attempt == job.retries:
             break
@@ -152,8 +161,7 @@ def _attempt(job: Job, attempt: int, follower: Follower, interrupt: Interrupt) -
             follower.finish()
             shutil.rmtree(directory.elastic, ignore_errors=True)
     if interrupt.signal is not None:
-        name = signal.Signals(interrupt.signal).name
-        return Verdict(status.INTERRUPTED, "Ctrl-C" if name == "SIGINT" else f"ended by {name}")
+        return interrupted(interrupt)
     if code == 0:
         return Verdict(status.OK)
     kills_after = oom_kills()

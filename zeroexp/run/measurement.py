@@ -8,6 +8,7 @@ What is measured and how it is written is in :mod:`zeroexp.run.measure` and
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -134,7 +135,9 @@ class Measurement(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        self._finish(trainer)  # rank-local: the other ranks may be gone
+        # Rank-local: the other ranks may be gone. On a full disk the first error is to be told.
+        with contextlib.suppress(OSError):
+            self._finish(trainer)
 
     # ------------------------------------------------------------------ one step
     def _end_step(self, trainer: Trainer) -> None:

@@ -91,11 +91,13 @@ def recording(rank: Rank) -> Iterator[None]:
     except Exception as error:
         # The agent tells this rank to end when another fails, often at this very moment.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        fault.record(rank.directory, rank.rank, error)
+        with contextlib.suppress(OSError):
+            fault.record(rank.directory, rank.rank, error)
         # The line that makes the terminal stop copying this log: the driver shows the first
         # failure, which may be another rank's, before anything else.
-        print(f"{FAILED_LINE}{rank.rank}", flush=True)
-        traceback.print_exception(error)
+        with contextlib.suppress(OSError):
+            print(f"{FAILED_LINE}{rank.rank}", flush=True)
+            traceback.print_exception(error)
         _leave(getattr(error, "exit_code", 1))
 
 
@@ -105,6 +107,7 @@ def _leave(code: int) -> None:
     Not through the interpreter's shutdown: that waits for data workers and communication threads
     whose peers are gone, and the other ranks learn of this end only when the process is gone.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)

@@ -4,6 +4,7 @@ figures for the result.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping
@@ -11,8 +12,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zeroexp.run.atomic import finite, read_json, write_json
+from zeroexp.run.atomic import finite, read_json
 from zeroexp.run.directory import RunDirectory
+from zeroexp.run.reserve import write_last
 
 #: Printed once before the first progress line: what its numbers count.
 PROGRESS_LEGEND = (
@@ -32,10 +34,15 @@ class MetricsWriter:
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one row; non-finite numbers become null."""
-        self._file.write(json.dumps(finite(row), allow_nan=False) + "\n")
+        try:
+            self._file.write(json.dumps(finite(row), allow_nan=False) + "\n")
+        except OSError as error:  # which does not know its file
+            raise OSError(error.errno, error.strerror, self._file.name) from error
 
     def close(self) -> None:
-        self._file.close()
+        """Close the file; what a full disk did not take is lost."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def _cut_half_line(path: Path) -> None:
@@ -169,7 +176,7 @@ class RankFigures:
 
     def write(self, directory: RunDirectory) -> None:
         """Replace launch/rankN.json."""
-        write_json(directory.figures(self.rank), asdict(self))
+        write_last(directory, directory.figures(self.rank), asdict(self))
 
 
 class ThrottledFigures:

@@ -4,6 +4,7 @@ ever half-written.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -58,7 +59,13 @@ class StepCheckpoints(Callback):
             folder.mkdir(exist_ok=True)
             final = folder / checkpoint_name(step)
             scratch = final.with_name(f".{final.name}.part")
-            trainer.save_checkpoint(scratch)  # a collective; on return every rank has finished
+            try:
+                trainer.save_checkpoint(scratch)  # a collective; on return every rank has finished
+            except Exception:
+                # What is half-written is of no use, and on a full disk the last words need room.
+                with contextlib.suppress(OSError):
+                    scratch.unlink()
+                raise
             if trainer.is_global_zero:
                 os.replace(scratch, final)
                 for old in checkpoints_in(folder)[: -self._keep]:

@@ -20,7 +20,7 @@ from zeroexp.report import write_report
 from zeroexp.report.row import Row, differing, row_of
 from zeroexp.run import driver, status
 from zeroexp.run.atomic import read_json, write_json
-from zeroexp.run.directory import RunDirectory, make_exclusive, safe_name
+from zeroexp.run.directory import RunDirectory, make_exclusive, safe_name, unwritable
 from zeroexp.run.launch import Interrupt
 
 SWEEP_FILE = "sweep.json"
@@ -73,12 +73,14 @@ def plan_jobs(argv: Sequence[str]) -> list[SweepJob]:
 
 def sweep_directory(config: Config, name: str | None, given: Path | None) -> Path:
     """The sweep's directory: ``given`` (made if missing), else a fresh
-    ``runs/<name>/<time>-sweep``.
+    ``runs/<name>/<time>-sweep``. Raises :class:`ConfigError` where it cannot be made.
     """
     if given is not None:
-        if given.is_dir():
-            return given.absolute()
-        return make_exclusive(given.absolute().parent, given.name)
+        try:
+            given.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise unwritable(given, error, "--sweep-dir") from error
+        return given.absolute()
     stamp = time.strftime("%Y%m%d-%H%M%S")
     parent = Path(config.paths.runs) / (safe_name(config.name) or "run")
     return make_exclusive(parent.absolute(), f"{stamp}-{safe_name(name or '') or 'sweep'}")
@@ -105,13 +107,15 @@ def run_sweep(
     where = sweep_directory(
         sample.config.resolved(), Path(named[0]).stem if named else None, directory
     )
-    write_json(
-        where / SWEEP_FILE,
-        {
-            "argv": list(argv),
-            "jobs": [{"words": job.words, "differences": job.differences} for job in jobs],
-        },
-    )
+    described = {
+        "argv": list(argv),
+        "jobs": [{"words": job.words, "differences": job.differences} for job in jobs],
+    }
+    try:
+        write_json(where / SWEEP_FILE, described)
+    except OSError as error:
+        key = "paths.runs" if directory is None else "--sweep-dir"
+        raise unwritable(where, error, key) from error
     done = finished(where)
     out.write(f"sweep of {len(jobs)} runs in {where}\n")
     rows: list[Row] = []

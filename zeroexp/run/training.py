@@ -67,8 +67,20 @@ def train(
     module = build_module(config)
     # A LightningModule that brings its own loaders reads its own data, dealt out by Lightning.
     own_data = is_overridden("train_dataloader", module, LightningModule)
+    validates = is_overridden("validation_step", module, LightningModule)
+    if not validates and (asked := _asked_to_validate(rank.directory)):
+        print(
+            f"validation is off: {config.model.target} has no validation_step, so "
+            f"{', '.join(asked)} has no effect",
+            flush=True,
+        )
     trainer = _trainer(
-        config, rank.directory, callbacks, environment or TorchElasticEnvironment(), own_data
+        config,
+        rank.directory,
+        callbacks,
+        environment or TorchElasticEnvironment(),
+        own_data,
+        validates,
     )
     if own_data:
         measurement.figures.global_batch = None  # known to its loaders only
@@ -113,11 +125,12 @@ def _trainer(
     callbacks: list[Callback],
     environment: ClusterEnvironment,
     own_data: bool,
+    validates: bool,
 ) -> Trainer:
     asked = config.trainer
     # Our loaders count validation batches themselves, so that they do not depend on the ranks.
     limit: int | float = asked.val_batches if own_data else 1.0
-    if not asked.val_batches or not (own_data or config.data.val_fraction):
+    if not (validates and asked.val_batches and (own_data or config.data.val_fraction)):
         limit = 0
     return Trainer(
         accelerator=asked.accelerator,
@@ -143,6 +156,17 @@ def _trainer(
         enable_model_summary=False,
         enable_checkpointing=False,
     )
+
+
+def _asked_to_validate(directory: RunDirectory) -> list[str]:
+    """The keys about validation that were set for this run, and not to "never"."""
+    origins = yaml.safe_load(directory.origins.read_text(encoding="utf-8"))
+    config = yaml.safe_load(directory.config.read_text(encoding="utf-8"))
+    return [
+        f"trainer.{name}={config['trainer'][name]}"
+        for name in ("val_batches", "val_every")
+        if origins.get(f"trainer.{name}", "default") != "default" and config["trainer"][name]
+    ]
 
 
 def _validation_times(config: Config, own_data: bool) -> dict[str, Any]:
@@ -236,5 +260,8 @@ def _quieten() -> None:
         r"The number of training batches \(\d+\) is smaller than the logging interval",
         r"`isinstance\(treespec, LeafSpec\)` is deprecated",
         r"You are using `torch.load` with `weights_only",
+        # Said in our own words where it matters, by _asked_to_validate and by the strategy.
+        r"You passed in a `val_dataloader` but have no `validation_step`",
+        r"`LightningModule.configure_optimizers` returned `None`",
     ):
         warnings.filterwarnings("ignore", message=message)

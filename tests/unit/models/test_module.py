@@ -144,6 +144,7 @@ def test_external_module_is_made_with_its_arguments_and_the_seed(user_code: Path
             "model.target",
             r"the class good_net\.NotLightning, no Light",
         ),
+        ("json:loads", {}, "model.target", r"json:loads is a function, no LightningModule.*'s'"),
         ("good_net:wrong", {}, "model.target", r"made an object of torch.*Linear, no LightningMod"),
         (
             "good_net:Net",

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +34,7 @@ def test_flags_are_taken_out_and_the_rest_is_left_in_order() -> None:
         (["report", "nowhere"], "there is no nowhere"),
         (["explain", "zero.stgae"], "zero.stage"),
         (["zero.stgae=1"], "zero.stage"),
+        (["zero.stage=é"], "it has a character that Hydra's grammar does not know"),
         (["sweep=no_such"], "no_such"),
         (["plan", "trainer.devices=7"], "data.batch_size"),
     ],
@@ -85,6 +92,51 @@ def test_doctor_names_what_is_in_use(capsys: pytest.CaptureFixture[str]) -> None
     page = capsys.readouterr().out
     for line in ("python", "torch", "torch threads", "ops", "precision=auto", "memory", "/dev/shm"):
         assert any(row.startswith(line) for row in page.splitlines()), line
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_the_run_is_prepared_is_its_end(
+    number: signal.Signals, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zeroexp.run import driver
+
+    planned = driver.forecast
+
+    def interrupted(config: Any) -> Any:
+        os.kill(os.getpid(), number)
+        return planned(config)
+
+    monkeypatch.setattr(driver, "forecast", interrupted)
+    monkeypatch.chdir(tmp_path)
+    assert main(["data=synthetic", "-q"]) == code
+    (run,) = tmp_path.glob("runs/*/*")
+    assert json.loads((run / "status.json").read_text())["status"] == "interrupted"
+    assert json.loads((run / "result.json").read_text())["status"] == "interrupted"
+    assert not (run / "launch" / "agent.log").exists()  # nothing was started
+    assert not (run / "launch" / "reserve").exists()
+
+
+def test_ctrl_c_while_train_py_is_importing_has_no_traceback(tmp_path: Path) -> None:
+    package = tmp_path / "zeroexp"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise KeyboardInterrupt\n")
+    shutil.copy(Path(__file__).parents[3] / "train.py", tmp_path)
+    # Without site-packages, where an editable install would lead to the real package.
+    command = [sys.executable, "-S", str(tmp_path / "train.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "zeroexp: interrupted\n")
+
+
+@pytest.mark.parametrize("where", ["file", "file/below"])
+def test_a_sweep_directory_that_cannot_be_made_is_named(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert main(["-m", "zero=stage0,stage1", "data=synthetic", "--sweep-dir", where]) == 2
+    said = capsys.readouterr().err
+    assert f"--sweep-dir  cannot write to {where}:" in said and "paths.runs" not in said
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_the_command_alone_says_what_it_can_do(

@@ -12,7 +12,7 @@ from zeroexp.errors import CollectiveTimeout, ConfigError, NonFiniteError, Probl
 from zeroexp.run import fault, status
 from zeroexp.run.atomic import write_json
 from zeroexp.run.directory import RunDirectory
-from zeroexp.run.failure import verdict
+from zeroexp.run.failure import headline, verdict
 
 CLOSED = "[pair.cc:537] Read error [127.0.0.1]:26012: Connection reset by peer. Check the logs"
 
@@ -133,6 +133,21 @@ def test_an_agent_without_ranks_speaks_for_itself(directory: RunDirectory) -> No
     assert "ImportError: no torch" in found.reason
     directory.agent_log.write_text("RuntimeError: EADDRINUSE, errno 98\n")
     assert "in use" in verdict(directory, agent_code=1, oom_kills=0).reason
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("boom", "boom"),
+        ("boom\nmore", "boom"),
+        ("should be one of:\n * a\n * b", "should be one of: * a"),
+        ("a:\nb:\nc\nd", "a: b: c"),
+        ("nothing follows:", "nothing follows"),
+        ("", ""),
+    ],
+)
+def test_a_reason_ends_in_a_sentence(message: str, expected: str) -> None:
+    assert headline(message) == expected
 
 
 @pytest.mark.parametrize(
