@@ -132,4 +132,10 @@ void run_sum_into(const KernelTable& table, void* out, const std::vector<const v
            [&](std::size_t begin, std::size_t end) { kernel(out, parts.data(), parts.size(), begin, end); });
 }
 
+void run_divide_into(const KernelTable& table, float* out, const void* part, float divisor, std::size_t size, Type type,
+                     bool add, int threads) {
+  const DivideIntoFn kernel = table.divide_into[static_cast<int>(type)][add ? 1 : 0];
+  parallel(size, threads, [&](std::size_t begin, std::size_t end) { kernel(out, part, divisor, begin, end); });
+}
+
 }  // namespace zeroexp

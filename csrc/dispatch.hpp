@@ -26,5 +26,7 @@ void run_adam_traffic(const KernelTable& table, const AdamArgs& args, std::size_
 double run_sum_squares(const KernelTable& table, const void* data, std::size_t size, Type type, int threads);
 void run_sum_into(const KernelTable& table, void* out, const std::vector<const void*>& parts, std::size_t size,
                   Type type, int threads);
+void run_divide_into(const KernelTable& table, float* out, const void* part, float divisor, std::size_t size, Type type,
+                     bool add, int threads);
 
 }  // namespace zeroexp

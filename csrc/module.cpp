@@ -164,6 +164,15 @@ class Kernels {
     zeroexp::run_sum_into(table_, at<void>(out), addresses, size, kind, threads);
   }
 
+  void divide_into(std::uintptr_t out, std::uintptr_t part, double divisor, std::size_t size, const std::string& type,
+                   bool add, int threads) const {
+    const Type kind = type_named(type);
+    if (kind > Type::f16) throw std::invalid_argument("no divide_into kernel for parts of " + type);
+    py::gil_scoped_release unlocked;
+    zeroexp::run_divide_into(table_, at<float>(out), at<const void>(part), static_cast<float>(divisor), size, kind, add,
+                             threads);
+  }
+
  private:
   const KernelTable& table_;
 };
@@ -199,7 +208,9 @@ PYBIND11_MODULE(_C, module) {
       .def("sum_squares", &Kernels::sum_squares, py::kw_only(), py::arg("data"), py::arg("size"), py::arg("type"),
            py::arg("threads"))
       .def("sum_into", &Kernels::sum_into, py::kw_only(), py::arg("out"), py::arg("parts"), py::arg("size"),
-           py::arg("type"), py::arg("threads"));
+           py::arg("type"), py::arg("threads"))
+      .def("divide_into", &Kernels::divide_into, py::kw_only(), py::arg("out"), py::arg("part"), py::arg("divisor"),
+           py::arg("size"), py::arg("type"), py::arg("add"), py::arg("threads"));
 
   py::class_<zeroexp::HostRange>(module, "HostRange", py::buffer_protocol())
       .def(py::init<std::size_t>(), py::arg("num_bytes"))

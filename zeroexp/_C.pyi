@@ -94,6 +94,9 @@ class Kernels:
     def sum_into(
         self, *, out: int, parts: Sequence[int], size: int, type: str, threads: int
     ) -> None: ...
+    def divide_into(
+        self, *, out: int, part: int, divisor: float, size: int, type: str, add: bool, threads: int
+    ) -> None: ...
 
 class HostRange(Buffer):
     def __init__(self, num_bytes: int) -> None: ...

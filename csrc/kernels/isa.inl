@@ -29,6 +29,8 @@ void fill(KernelTable& t) {
     fill_steps<T, Type::none>(t);
     fill_steps<T, Type::bf16>(t);
     fill_steps<T, Type::f16>(t);
+    t.divide_into[static_cast<int>(T)][0] = divide_into<T, false>;
+    t.divide_into[static_cast<int>(T)][1] = divide_into<T, true>;
   }
   t.sum_squares[static_cast<int>(T)] = sum_squares<T>;
   t.sum_into[static_cast<int>(T)] = sum_into<T>;

@@ -1,4 +1,4 @@
-// Sums: the squares of one array, and several arrays element by element.
+// Sums: the squares of one array, several arrays element by element, a quotient into an array.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -81,6 +81,32 @@ void sum_into(void* out, const void* const* parts, std::size_t num_parts, std::s
       sum.store(whole);
       std::memcpy(target + i, whole, rest * sizeof(float));
     }
+  }
+}
+
+// out = part / divisor, or out + part / divisor, each operation rounded as torch's.
+template <Type T, bool kAdd>
+void divide_into(float* out, const void* part, float divisor, std::size_t begin, std::size_t end) {
+  using Raw = typename Element<T>::Raw;
+  const Raw* const from = static_cast<const Raw*>(part);
+  const Vec by = Vec::all(divisor);
+  constexpr std::size_t kStep = Vec::kLanes;
+  std::size_t i = begin;
+  for (; i + kStep <= end; i += kStep) {
+    Vec x = read<T>(from + i) / by;
+    if constexpr (kAdd) x = Vec::load(out + i) + x;
+    x.store(out + i);
+  }
+  if (i < end) {
+    const std::size_t rest = end - i;
+    Raw padded[kStep] = {};
+    float whole[kStep] = {};
+    std::memcpy(padded, from + i, rest * sizeof(Raw));
+    std::memcpy(whole, out + i, rest * sizeof(float));
+    Vec x = read<T>(padded) / by;
+    if constexpr (kAdd) x = Vec::load(whole) + x;
+    x.store(whole);
+    std::memcpy(out + i, whole, rest * sizeof(float));
   }
 }
 

@@ -76,6 +76,8 @@ using SumSquaresFn = double (*)(const void*, std::size_t begin, std::size_t end)
 using SumIntoFn = void (*)(void* out, const void* const* parts, std::size_t num_parts, std::size_t begin,
                            std::size_t end);
 
+using DivideIntoFn = void (*)(float* out, const void* part, float divisor, std::size_t begin, std::size_t end);
+
 struct KernelTable {
   const char* name;
   // [grad type][copy type], and a flag: decay added to the gradient (Adam), momentum (SGD).
@@ -87,6 +89,8 @@ struct KernelTable {
   StepFn<AdamArgs> adam_traffic;
   SumSquaresFn sum_squares[4];  // by Type f32, bf16, f16, f64
   SumIntoFn sum_into[4];        // by Type of the parts; out is f64 for f64, else f32
+  // [type of the part][added to what is there?]
+  DivideIntoFn divide_into[kNumGradTypes][2];
 };
 
 const KernelTable& baseline_table();

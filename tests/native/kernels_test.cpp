@@ -299,6 +299,15 @@ void test_sums(const KernelTable& table) {
       check(sum_wide[i] == wide[i] + wide[i] + wide[i], what, " sum_into f64");
       check(same(in_place[i], y[i] + x[i]), what, " sum_into in place");
     }
+
+    std::vector<float> quotient(size), added = x;
+    run_divide_into(table, quotient.data(), y.data(), 3.0f, size, Type::f32, false, 2);
+    run_divide_into(table, added.data(), y.data(), 3.0f, size, Type::f32, true, 2);
+    for (std::size_t i = 0; i < size; ++i) {
+      const float by_three = y[i] / 3.0f;
+      check(same(quotient[i], by_three), what, " divide_into");
+      check(same(added[i], x[i] + by_three), what, " divide_into, added");
+    }
   }
 }
 

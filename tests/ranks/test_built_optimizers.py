@@ -83,6 +83,35 @@ def test_built_optimizers_follow_torch_at_every_stage(ranks, kind):
         for entry in found["state"].values():
             per_element = [t for t in entry.values() if isinstance(t, Tensor) and t.dim() > 0]
             assert len(per_element) == BUILT[kind][1]
+        assert len(found["state"]) == (6 if BUILT[kind][1] else 0)
+
+
+def gradients_seen(stage: int, kind: str) -> set[torch.dtype]:
+    """The dtypes of the gradients that the optimizer is given."""
+    module = mlp(6, 7, 3)
+    optimizer = optim.build(
+        Config.from_mapping({"optim": {"kind": kind}}).optim, module.named_parameters()
+    )
+    seen: set[torch.dtype] = set()
+    optimizer.register_step_pre_hook(
+        lambda o, *_: seen.update(p.grad.dtype for g in o.param_groups for p in g["params"])
+    )
+    keys = {"compute": "bf16", "precision_accumulate": "bf16"}
+    engine = Engine(module, optimizer, settings(stage, **keys))
+    engine.backward(engine(torch.ones(2, 6)).float().sum())
+    engine.step()
+    return seen
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.Tensor, "grad_dtype"), reason="this torch wants the dtype of the parameter"
+)
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "adagrad", "lion", "rmsprop"])
+def test_gradients_summed_in_bf16_are_not_widened_first(ranks, kind):
+    """The kernels read them as they are; torch's RMSprop needs them like its parameters."""
+    wanted = torch.float32 if kind == "rmsprop" else torch.bfloat16
+    for stage in STAGES:
+        assert ranks(2)(gradients_seen, stage, kind)[0] == {wanted}
 
 
 @pytest.mark.parametrize("kind", BUILT)

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 class OnePass(Optimizer):
     """Steps fp32 parameters on the CPU by one compiled kernel, others by torch.
 
-    Two attributes let an engine save passes over memory: ``grad_scale`` multiplies gradients as
-    they are read, and ``copy_out`` maps a stepped tensor to a low-precision one that receives the
-    new values in the same pass.
+    Gradients may be fp32, bf16 or fp16. Two attributes let an engine save passes over memory:
+    ``grad_scale`` multiplies gradients as they are read, and ``copy_out`` maps a stepped tensor to
+    a low-precision one that receives the new values in the same pass.
     """
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
@@ -38,8 +38,10 @@ class OnePass(Optimizer):
                 if p.device.type == "cpu" and p.dtype == torch.float32:
                     self._compiled(p, p.grad, group, self.copy_out.get(p))
                     continue
-                grad = p.grad if self.grad_scale == 1.0 else p.grad * self.grad_scale
-                self._in_torch(p, grad.to(p.dtype), group)
+                grad = p.grad.to(p.dtype)  # before it is scaled: this may be the wider one
+                if self.grad_scale != 1.0:
+                    grad = grad * self.grad_scale
+                self._in_torch(p, grad, group)
                 if p in self.copy_out:
                     self.copy_out[p].copy_(p)
         return loss
