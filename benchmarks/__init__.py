@@ -2,7 +2,7 @@
 
     python -m benchmarks peers                     the environment DeepSpeed lives in (once)
     python -m benchmarks train gpt10 mlp gpt125    step time, memory and start of every mode
-    python -m benchmarks kernel                    AdamW against its limit and torch's
+    python -m benchmarks kernel                    the kernels against torch's
     python -m benchmarks overhead                  the engine's own processor time in a step
     python -m benchmarks startup                   launch to first step, by launcher
     python -m benchmarks table                     docs/benchmarks.md from the result files

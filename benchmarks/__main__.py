@@ -72,7 +72,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     train.add_argument("--out", default=str(RESULTS), help="folder for the result file")
 
-    kernel = commands.add_parser("kernel", help="the AdamW kernel and its limits")
+    kernel = commands.add_parser(
+        "kernel", help="the kernels beside torch's, AdamW beside its limit"
+    )
     kernel.add_argument("--rounds", type=int, default=7)
     kernel.add_argument("--elements", type=int, default=100_000_000)
     kernel.add_argument("--out", default=str(RESULTS))

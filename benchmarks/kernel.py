@@ -1,18 +1,21 @@
-"""The AdamW kernel's contenders (:mod:`benchmarks.adamw`) as cases of a result file."""
+"""The contenders of the AdamW kernel (:mod:`benchmarks.adamw`) and of the other kernels
+(:mod:`benchmarks.passes`) as cases of a result file."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from benchmarks.adamw import contenders, gpt_shapes
+from benchmarks.adamw import Contender, contenders, gpt_shapes
 from benchmarks.machine import memory_bytes
+from benchmarks.passes import PASSES
 from zeroexp import ops
 
 FLAT_ELEMENTS = 100_000_000
-# Two flat states of 4 float32 and 1 bfloat16 tensors, and torch's 4 + 1.
+# AdamW, the largest: two flat states of 4 float32 and 1 bfloat16 tensors, and torch's 4 + 1.
 BYTES_PER_ELEMENT = 3 * (4 * 4 + 2)
 # Short cases are repeated until a sample takes long enough to be timed.
 ELEMENTS_PER_SAMPLE = 100_000_000
@@ -37,7 +40,12 @@ def measure(rounds: int, elements: int = FLAT_ELEMENTS) -> dict[str, Any]:
         for name, case in shapes.items():
             for threads in (1, 2):
                 torch.set_num_threads(threads)
-                cases.append(_case(name, case, threads, rounds))
+                cases.append(_case(name, case, threads, rounds, contenders(case, threads)))
+        for kernel, runs in PASSES.items():
+            for name, case in shapes.items():
+                for threads in (1, 2):
+                    torch.set_num_threads(threads)
+                    cases.append(_case(f"{kernel}, {name}", case, threads, rounds, runs(case)))
     finally:
         torch.set_num_threads(before)
     status = ops.status()
@@ -47,8 +55,13 @@ def measure(rounds: int, elements: int = FLAT_ELEMENTS) -> dict[str, Any]:
     }
 
 
-def _case(name: str, shapes: list[tuple[int, ...]], threads: int, rounds: int) -> dict[str, Any]:
-    runs = contenders(shapes, threads)
+def _case(
+    name: str,
+    shapes: list[tuple[int, ...]],
+    threads: int,
+    rounds: int,
+    runs: Mapping[str, Contender],
+) -> dict[str, Any]:
     size = sum(torch.Size(shape).numel() for shape in shapes)
     repeat = max(1, ELEMENTS_PER_SAMPLE // size)
     samples: dict[str, list[float]] = {contender: [] for contender in runs}
@@ -62,7 +75,7 @@ def _case(name: str, shapes: list[tuple[int, ...]], threads: int, rounds: int) -
     return {
         "name": f"{name}, {threads} thread{'s' if threads > 1 else ''}",
         "what": f"{size / 1e6:.1f} million float32 elements in {len(shapes)} tensors "
-        "(zeroexp: one flat tensor; huge: on huge pages)",
+        "(zeroexp's optimizers: one flat tensor; huge: on huge pages)",
         "unit": "ms",
         "samples": samples,
     }

@@ -55,7 +55,7 @@ COLUMNS = (
 HEADER = (f"| {' | '.join(COLUMNS)} |", "|-" * len(COLUMNS) + "|")
 
 TITLES = {
-    "kernel": "AdamW kernel",
+    "kernel": "Kernels",
     "overhead": "Python overhead",
     "startup": "Launch to first step",
     "compose": "Command to answer",

@@ -37,6 +37,14 @@ void parallel(std::size_t size, int threads, F run) {
   }
 }
 
+template <class Args>
+void run_step(StepFn<Args> kernel, const Args& args, std::size_t size, int threads) {
+  parallel(size, threads, [&](std::size_t begin, std::size_t end) { kernel(args, begin, end); });
+}
+
+// Row or column of a step's table: gradients are f32, bf16 or f16, copies none, bf16 or f16.
+int index_of(Type type) { return type == Type::none ? 0 : static_cast<int>(type); }
+
 #ifdef ZEROEXP_X86
 bool has_f16c() {
   unsigned a = 0, b = 0, c = 0, d = 0;
@@ -77,13 +85,25 @@ const KernelTable& table_for(const std::string& isa) {
 
 void run_adam(const KernelTable& table, const AdamArgs& args, std::size_t size, Type grad, Type copy, bool l2,
               int threads) {
-  const int copy_index = copy == Type::none ? 0 : static_cast<int>(copy);
-  const AdamFn kernel = table.adam[static_cast<int>(grad)][copy_index][l2 ? 1 : 0];
-  parallel(size, threads, [&](std::size_t begin, std::size_t end) { kernel(args, begin, end); });
+  run_step(table.adam[index_of(grad)][index_of(copy)][l2 ? 1 : 0], args, size, threads);
+}
+
+void run_sgd(const KernelTable& table, const SgdArgs& args, std::size_t size, Type grad, Type copy, int threads) {
+  const bool momentum = args.momentum_buffer != nullptr;
+  run_step(table.sgd[index_of(grad)][index_of(copy)][momentum ? 1 : 0], args, size, threads);
+}
+
+void run_adagrad(const KernelTable& table, const AdagradArgs& args, std::size_t size, Type grad, Type copy,
+                 int threads) {
+  run_step(table.adagrad[index_of(grad)][index_of(copy)], args, size, threads);
+}
+
+void run_lion(const KernelTable& table, const LionArgs& args, std::size_t size, Type grad, Type copy, int threads) {
+  run_step(table.lion[index_of(grad)][index_of(copy)], args, size, threads);
 }
 
 void run_adam_traffic(const KernelTable& table, const AdamArgs& args, std::size_t size, int threads) {
-  parallel(size, threads, [&](std::size_t begin, std::size_t end) { table.adam_traffic(args, begin, end); });
+  run_step(table.adam_traffic, args, size, threads);
 }
 
 double run_sum_squares(const KernelTable& table, const void* data, std::size_t size, Type type, int threads) {
@@ -110,6 +130,12 @@ void run_sum_into(const KernelTable& table, void* out, const std::vector<const v
   const SumIntoFn kernel = table.sum_into[static_cast<int>(type)];
   parallel(size, threads,
            [&](std::size_t begin, std::size_t end) { kernel(out, parts.data(), parts.size(), begin, end); });
+}
+
+void run_divide_into(const KernelTable& table, float* out, const void* part, float divisor, std::size_t size, Type type,
+                     bool add, int threads) {
+  const DivideIntoFn kernel = table.divide_into[static_cast<int>(type)][add ? 1 : 0];
+  parallel(size, threads, [&](std::size_t begin, std::size_t end) { kernel(out, part, divisor, begin, end); });
 }
 
 }  // namespace zeroexp

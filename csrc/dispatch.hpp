@@ -17,9 +17,16 @@ const KernelTable& table_for(const std::string& isa);
 
 void run_adam(const KernelTable& table, const AdamArgs& args, std::size_t size, Type grad, Type copy, bool l2,
               int threads);
+// The momentum buffer tells which SGD: nullptr is the plain one.
+void run_sgd(const KernelTable& table, const SgdArgs& args, std::size_t size, Type grad, Type copy, int threads);
+void run_adagrad(const KernelTable& table, const AdagradArgs& args, std::size_t size, Type grad, Type copy,
+                 int threads);
+void run_lion(const KernelTable& table, const LionArgs& args, std::size_t size, Type grad, Type copy, int threads);
 void run_adam_traffic(const KernelTable& table, const AdamArgs& args, std::size_t size, int threads);
 double run_sum_squares(const KernelTable& table, const void* data, std::size_t size, Type type, int threads);
 void run_sum_into(const KernelTable& table, void* out, const std::vector<const void*>& parts, std::size_t size,
                   Type type, int threads);
+void run_divide_into(const KernelTable& table, float* out, const void* part, float divisor, std::size_t size, Type type,
+                     bool add, int threads);
 
 }  // namespace zeroexp

@@ -15,8 +15,11 @@ namespace py = pybind11;
 
 namespace {
 
+using zeroexp::AdagradArgs;
 using zeroexp::AdamArgs;
 using zeroexp::KernelTable;
+using zeroexp::LionArgs;
+using zeroexp::SgdArgs;
 using zeroexp::Type;
 
 Type type_named(const std::string& name) {
@@ -26,6 +29,20 @@ Type type_named(const std::string& name) {
   if (name == "float64") return Type::f64;
   if (name.empty()) return Type::none;
   throw std::invalid_argument("no kernel for dtype '" + name + "'");
+}
+
+// The types of a step's gradient and copy-out.
+struct StepTypes {
+  Type grad, copy;
+};
+
+StepTypes step_types(const std::string& grad, const std::string& copy) {
+  const StepTypes types{type_named(grad), type_named(copy)};
+  if (types.grad > Type::f16) throw std::invalid_argument("no optimizer kernel for gradients of " + grad);
+  if (types.copy == Type::f32 || types.copy == Type::f64) {
+    throw std::invalid_argument("no optimizer kernel for a copy of " + copy);
+  }
+  return types;
 }
 
 template <class T>
@@ -58,14 +75,64 @@ class Kernels {
                         static_cast<float>(bias2_sqrt),
                         static_cast<float>(eps),
                         static_cast<float>(neg_step_size)};
-    const Type grad_kind = type_named(grad_type);
-    const Type copy_kind = type_named(copy_type);
-    if (grad_kind > Type::f16) throw std::invalid_argument("no Adam kernel for gradients of " + grad_type);
-    if (copy_kind == Type::f32 || copy_kind == Type::f64) {
-      throw std::invalid_argument("no Adam kernel for a copy of " + copy_type);
-    }
+    const StepTypes types = step_types(grad_type, copy_type);
     py::gil_scoped_release unlocked;
-    zeroexp::run_adam(table_, args, size, grad_kind, copy_kind, l2, threads);
+    zeroexp::run_adam(table_, args, size, types.grad, types.copy, l2, threads);
+  }
+
+  void sgd(std::uintptr_t param, std::uintptr_t grad, std::uintptr_t momentum_buffer, std::uintptr_t copy,
+           std::size_t size, const std::string& grad_type, const std::string& copy_type, double grad_scale,
+           double weight_decay, double momentum, double one_minus_dampening, double neg_lr, bool first, bool nesterov,
+           int threads) const {
+    const SgdArgs args{at<float>(param),
+                       at<float>(momentum_buffer),
+                       at<const void>(grad),
+                       at<std::uint16_t>(copy),
+                       static_cast<float>(grad_scale),
+                       static_cast<float>(weight_decay),
+                       static_cast<float>(momentum),
+                       static_cast<float>(one_minus_dampening),
+                       static_cast<float>(neg_lr),
+                       first,
+                       nesterov};
+    const StepTypes types = step_types(grad_type, copy_type);
+    py::gil_scoped_release unlocked;
+    zeroexp::run_sgd(table_, args, size, types.grad, types.copy, threads);
+  }
+
+  void adagrad(std::uintptr_t param, std::uintptr_t grad, std::uintptr_t sum, std::uintptr_t copy, std::size_t size,
+               const std::string& grad_type, const std::string& copy_type, double grad_scale, double weight_decay,
+               double eps, double neg_step_size, int threads) const {
+    const AdagradArgs args{at<float>(param),
+                           at<float>(sum),
+                           at<const void>(grad),
+                           at<std::uint16_t>(copy),
+                           static_cast<float>(grad_scale),
+                           static_cast<float>(weight_decay),
+                           static_cast<float>(eps),
+                           static_cast<float>(neg_step_size)};
+    const StepTypes types = step_types(grad_type, copy_type);
+    py::gil_scoped_release unlocked;
+    zeroexp::run_adagrad(table_, args, size, types.grad, types.copy, threads);
+  }
+
+  void lion(std::uintptr_t param, std::uintptr_t grad, std::uintptr_t exp_avg, std::uintptr_t copy, std::size_t size,
+            const std::string& grad_type, const std::string& copy_type, double grad_scale, double decay, double beta1,
+            double one_minus_beta1, double beta2, double one_minus_beta2, double neg_lr, int threads) const {
+    const LionArgs args{at<float>(param),
+                        at<float>(exp_avg),
+                        at<const void>(grad),
+                        at<std::uint16_t>(copy),
+                        static_cast<float>(grad_scale),
+                        static_cast<float>(decay),
+                        static_cast<float>(beta1),
+                        static_cast<float>(one_minus_beta1),
+                        static_cast<float>(beta2),
+                        static_cast<float>(one_minus_beta2),
+                        static_cast<float>(neg_lr)};
+    const StepTypes types = step_types(grad_type, copy_type);
+    py::gil_scoped_release unlocked;
+    zeroexp::run_lion(table_, args, size, types.grad, types.copy, threads);
   }
 
   void adam_traffic(std::uintptr_t param, std::uintptr_t grad, std::uintptr_t exp_avg, std::uintptr_t exp_avg_sq,
@@ -97,6 +164,15 @@ class Kernels {
     zeroexp::run_sum_into(table_, at<void>(out), addresses, size, kind, threads);
   }
 
+  void divide_into(std::uintptr_t out, std::uintptr_t part, double divisor, std::size_t size, const std::string& type,
+                   bool add, int threads) const {
+    const Type kind = type_named(type);
+    if (kind > Type::f16) throw std::invalid_argument("no divide_into kernel for parts of " + type);
+    py::gil_scoped_release unlocked;
+    zeroexp::run_divide_into(table_, at<float>(out), at<const void>(part), static_cast<float>(divisor), size, kind, add,
+                             threads);
+  }
+
  private:
   const KernelTable& table_;
 };
@@ -115,13 +191,26 @@ PYBIND11_MODULE(_C, module) {
            py::arg("l2"), py::arg("grad_scale"), py::arg("decay"), py::arg("weight_decay"), py::arg("one_minus_beta1"),
            py::arg("beta2"), py::arg("one_minus_beta2"), py::arg("bias2_sqrt"), py::arg("eps"),
            py::arg("neg_step_size"), py::arg("threads"))
+      .def("sgd", &Kernels::sgd, py::kw_only(), py::arg("param"), py::arg("grad"), py::arg("momentum_buffer"),
+           py::arg("copy"), py::arg("size"), py::arg("grad_type"), py::arg("copy_type"), py::arg("grad_scale"),
+           py::arg("weight_decay"), py::arg("momentum"), py::arg("one_minus_dampening"), py::arg("neg_lr"),
+           py::arg("first"), py::arg("nesterov"), py::arg("threads"))
+      .def("adagrad", &Kernels::adagrad, py::kw_only(), py::arg("param"), py::arg("grad"), py::arg("sum"),
+           py::arg("copy"), py::arg("size"), py::arg("grad_type"), py::arg("copy_type"), py::arg("grad_scale"),
+           py::arg("weight_decay"), py::arg("eps"), py::arg("neg_step_size"), py::arg("threads"))
+      .def("lion", &Kernels::lion, py::kw_only(), py::arg("param"), py::arg("grad"), py::arg("exp_avg"),
+           py::arg("copy"), py::arg("size"), py::arg("grad_type"), py::arg("copy_type"), py::arg("grad_scale"),
+           py::arg("decay"), py::arg("beta1"), py::arg("one_minus_beta1"), py::arg("beta2"), py::arg("one_minus_beta2"),
+           py::arg("neg_lr"), py::arg("threads"))
       .def("adam_traffic", &Kernels::adam_traffic, py::kw_only(), py::arg("param"), py::arg("grad"), py::arg("exp_avg"),
            py::arg("exp_avg_sq"), py::arg("size"), py::arg("threads"),
            "Benchmark only: 4 reads and 3 writes of `size` floats without Adam's arithmetic.")
       .def("sum_squares", &Kernels::sum_squares, py::kw_only(), py::arg("data"), py::arg("size"), py::arg("type"),
            py::arg("threads"))
       .def("sum_into", &Kernels::sum_into, py::kw_only(), py::arg("out"), py::arg("parts"), py::arg("size"),
-           py::arg("type"), py::arg("threads"));
+           py::arg("type"), py::arg("threads"))
+      .def("divide_into", &Kernels::divide_into, py::kw_only(), py::arg("out"), py::arg("part"), py::arg("divisor"),
+           py::arg("size"), py::arg("type"), py::arg("add"), py::arg("threads"));
 
   py::class_<zeroexp::HostRange>(module, "HostRange", py::buffer_protocol())
       .def(py::init<std::size_t>(), py::arg("num_bytes"))

@@ -33,12 +33,69 @@ class Kernels:
         neg_step_size: float,
         threads: int,
     ) -> None: ...
+    def sgd(
+        self,
+        *,
+        param: int,
+        grad: int,
+        momentum_buffer: int,
+        copy: int,
+        size: int,
+        grad_type: str,
+        copy_type: str,
+        grad_scale: float,
+        weight_decay: float,
+        momentum: float,
+        one_minus_dampening: float,
+        neg_lr: float,
+        first: bool,
+        nesterov: bool,
+        threads: int,
+    ) -> None: ...
+    def adagrad(
+        self,
+        *,
+        param: int,
+        grad: int,
+        sum: int,
+        copy: int,
+        size: int,
+        grad_type: str,
+        copy_type: str,
+        grad_scale: float,
+        weight_decay: float,
+        eps: float,
+        neg_step_size: float,
+        threads: int,
+    ) -> None: ...
+    def lion(
+        self,
+        *,
+        param: int,
+        grad: int,
+        exp_avg: int,
+        copy: int,
+        size: int,
+        grad_type: str,
+        copy_type: str,
+        grad_scale: float,
+        decay: float,
+        beta1: float,
+        one_minus_beta1: float,
+        beta2: float,
+        one_minus_beta2: float,
+        neg_lr: float,
+        threads: int,
+    ) -> None: ...
     def adam_traffic(
         self, *, param: int, grad: int, exp_avg: int, exp_avg_sq: int, size: int, threads: int
     ) -> None: ...
     def sum_squares(self, *, data: int, size: int, type: str, threads: int) -> float: ...
     def sum_into(
         self, *, out: int, parts: Sequence[int], size: int, type: str, threads: int
+    ) -> None: ...
+    def divide_into(
+        self, *, out: int, part: int, divisor: float, size: int, type: str, add: bool, threads: int
     ) -> None: ...
 
 class HostRange(Buffer):

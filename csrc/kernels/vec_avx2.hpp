@@ -46,6 +46,12 @@ struct Vec {
   friend Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.x, b.x)}; }
   friend Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.x, b.x)}; }
   friend Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.x, b.x)}; }
+  // -1, 0 or 1; NaN stays NaN.
+  static Vec sign(Vec a) {
+    const __m256 unit = _mm256_or_ps(_mm256_and_ps(a.x, _mm256_set1_ps(-0.0f)), _mm256_set1_ps(1.0f));
+    const __m256 r = _mm256_and_ps(_mm256_cmp_ps(a.x, _mm256_setzero_ps(), _CMP_NEQ_OQ), unit);
+    return {_mm256_blendv_ps(r, a.x, _mm256_cmp_ps(a.x, a.x, _CMP_UNORD_Q))};
+  }
   static Vec sqrt(Vec a) { return {_mm256_sqrt_ps(a.x)}; }
   static Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.x, b.x, c.x)}; }
 };

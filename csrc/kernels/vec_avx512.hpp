@@ -44,6 +44,12 @@ struct Vec {
   friend Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.x, b.x)}; }
   friend Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.x, b.x)}; }
   friend Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.x, b.x)}; }
+  // -1, 0 or 1; NaN stays NaN.
+  static Vec sign(Vec a) {
+    const __m512 unit = _mm512_or_ps(_mm512_and_ps(a.x, _mm512_set1_ps(-0.0f)), _mm512_set1_ps(1.0f));
+    const __m512 r = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.x, _mm512_setzero_ps(), _CMP_NEQ_OQ), unit);
+    return {_mm512_mask_mov_ps(r, _mm512_cmp_ps_mask(a.x, a.x, _CMP_UNORD_Q), a.x)};
+  }
   static Vec sqrt(Vec a) { return {_mm512_sqrt_ps(a.x)}; }
   static Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.x, b.x, c.x)}; }
 };

@@ -124,6 +124,13 @@ struct Vec {
   friend Vec operator/(Vec a, Vec b) {
     return each([&](std::size_t i) { return a.lane[i] / b.lane[i]; });
   }
+  // -1, 0 or 1; NaN stays NaN.
+  static Vec sign(Vec a) {
+    return each([&](std::size_t i) {
+      const float x = a.lane[i];
+      return x != x ? x : static_cast<float>((x > 0) - (x < 0));
+    });
+  }
   static Vec sqrt(Vec a) {
     return each([&](std::size_t i) { return std::sqrt(a.lane[i]); });
   }

@@ -14,6 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroexp.engine import Engine
+from zeroexp.optim.adagrad import Adagrad
+from zeroexp.optim.adamw import AdamW
+from zeroexp.optim.lion import Lion
+from zeroexp.optim.sgd import SGD
 
 pytestmark = [
     pytest.mark.gpu,
@@ -117,3 +121,30 @@ def test_two_devices_equal_the_global_batch(stage: int) -> None:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     mp.spawn(_rank, args=(2, stage, port), nprocs=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (AdamW, {}),
+        (SGD, {"momentum": 0.9}),
+        (Adagrad, {}),
+        (Lion, {}),
+    ],
+)
+def test_optimizers_step_on_the_device_as_on_the_host(make: Any, options: dict[str, Any]) -> None:
+    """fp32 with scaled gradients and a bf16 copy-out, three steps: the host's but for rounding."""
+    generator = torch.Generator().manual_seed(2)
+    start, grads = torch.randn(257, generator=generator), torch.randn(3, 257, generator=generator)
+    stepped = []
+    for device in ("cpu", "cuda"):
+        p = start.to(device, copy=True)
+        low = torch.zeros(257, dtype=torch.bfloat16, device=device)
+        optimizer = make([p], lr=0.01, weight_decay=0.1, **options)
+        optimizer.grad_scale, optimizer.copy_out = 0.5, {p: low}
+        for grad in grads:
+            p.grad = grad.to(device)
+            optimizer.step()
+        stepped.append(p.cpu())
+        assert torch.equal(low, p.bfloat16())
+    torch.testing.assert_close(stepped[1], stepped[0], rtol=1e-5, atol=1e-6)

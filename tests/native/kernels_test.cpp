@@ -108,40 +108,137 @@ void expected_step(const AdamArgs& a, bool l2, float raw, float& p, float& m, fl
   p += numerator / (root + a.eps);
 }
 
-void test_adam(const KernelTable& table) {
+// One step over arrays of every size up to 130: `run` steps them with the kernel, `expect` one element by the formula.
+template <class Run, class Expect>
+void test_step(const std::string& name, Run run, Expect expect) {
   for (std::size_t size = 0; size <= 130; ++size) {
     for (const bool bf16 : {false, true}) {
-      for (const bool l2 : {false, true}) {
-        for (const float weight : {0.1f, 0.75f, 1.0f}) {
-          const std::string what = std::string(table.name) + " adam size " + std::to_string(size) +
-                                   (bf16 ? " bf16" : " fp32") + (l2 ? " l2" : "") + " weight " + std::to_string(weight);
-          State s = make_state(size, static_cast<unsigned>(size));
-          std::vector<std::uint16_t> low, copy(size, 0xdead);
-          for (float& g : s.grad) {
-            low.push_back(upper_half(g));
-            if (bf16) g = from_upper_half(low.back());
-          }
-          State want = s;
-          AdamArgs a = scalars(weight);
-          a.param = s.param.data();
-          a.exp_avg = s.exp_avg.data();
-          a.exp_avg_sq = s.exp_avg_sq.data();
-          a.grad = bf16 ? static_cast<const void*>(low.data()) : s.grad.data();
-          a.copy = copy.data();
-          run_adam(table, a, size, bf16 ? Type::bf16 : Type::f32, Type::bf16, l2, 1);
-          for (std::size_t i = 0; i < size; ++i) {
-            expected_step(a, l2, want.grad[i], want.param[i], want.exp_avg[i], want.exp_avg_sq[i]);
-            check(same(s.param[i], want.param[i]), what, " param ", i);
-            check(same(s.exp_avg[i], want.exp_avg[i]), what, " exp_avg ", i);
-            check(same(s.exp_avg_sq[i], want.exp_avg_sq[i]), what, " exp_avg_sq ", i);
-            const float error = std::fabs(from_upper_half(copy[i]) - s.param[i]);
-            const bool finite = std::isfinite(s.param[i]) && std::fabs(s.param[i]) < 1e38f;
-            check(!finite || error <= std::ldexp(std::fabs(s.param[i]), -8) || error < 1e-40f, what, " copy");
-          }
+      const std::string what = name + " size " + std::to_string(size) + (bf16 ? " bf16" : " fp32");
+      State s = make_state(size, static_cast<unsigned>(size));
+      std::vector<std::uint16_t> low, copy(size, 0xdead);
+      for (float& g : s.grad) {
+        low.push_back(upper_half(g));
+        if (bf16) g = from_upper_half(low.back());
+      }
+      State want = s;
+      const void* const grad = bf16 ? static_cast<const void*>(low.data()) : s.grad.data();
+      run(s, size, grad, bf16 ? Type::bf16 : Type::f32, copy.data());
+      for (std::size_t i = 0; i < size; ++i) {
+        expect(want.grad[i], want.param[i], want.exp_avg[i], want.exp_avg_sq[i]);
+        check(same(s.param[i], want.param[i]), what, " param ", i);
+        check(same(s.exp_avg[i], want.exp_avg[i]), what, " first state ", i);
+        check(same(s.exp_avg_sq[i], want.exp_avg_sq[i]), what, " second state ", i);
+        const float error = std::fabs(from_upper_half(copy[i]) - s.param[i]);
+        const bool finite = std::isfinite(s.param[i]) && std::fabs(s.param[i]) < 1e38f;
+        check(!finite || error <= std::ldexp(std::fabs(s.param[i]), -8) || error < 1e-40f, what, " copy");
+      }
+    }
+  }
+}
+
+void test_adam(const KernelTable& table) {
+  for (const bool l2 : {false, true}) {
+    for (const float weight : {0.1f, 0.75f, 1.0f}) {
+      AdamArgs a = scalars(weight);
+      const auto run = [&](State& s, std::size_t size, const void* grad, Type type, std::uint16_t* copy) {
+        a.param = s.param.data();
+        a.exp_avg = s.exp_avg.data();
+        a.exp_avg_sq = s.exp_avg_sq.data();
+        a.grad = grad;
+        a.copy = copy;
+        run_adam(table, a, size, type, Type::bf16, l2, 1);
+      };
+      test_step(std::string(table.name) + " adam" + (l2 ? " l2" : "") + " weight " + std::to_string(weight), run,
+                [&](float g, float& p, float& m, float& v) { expected_step(a, l2, g, p, m, v); });
+    }
+  }
+}
+
+void test_sgd(const KernelTable& table) {
+  for (const float l2 : {0.0f, 0.01f}) {
+    for (const float momentum : {0.0f, 0.9f}) {
+      for (const bool first : {false, true}) {
+        for (const bool nesterov : {false, true}) {
+          SgdArgs a{};
+          a.grad_scale = 0.37f;
+          a.l2 = l2;
+          a.momentum = momentum;
+          a.one_minus_dampening = 0.8f;
+          a.neg_lr = -0.05f;
+          a.first = first;
+          a.nesterov = nesterov;
+          const auto run = [&](State& s, std::size_t size, const void* grad, Type type, std::uint16_t* copy) {
+            a.param = s.param.data();
+            a.momentum_buffer = momentum == 0 ? nullptr : s.exp_avg.data();
+            a.grad = grad;
+            a.copy = copy;
+            run_sgd(table, a, size, type, Type::bf16, 1);
+          };
+          const auto expect = [&](float raw, float& p, float& buffer, float&) {
+            float g = raw * a.grad_scale;
+            if (l2 != 0) g = std::fma(p, l2, g);
+            if (momentum != 0) {
+              buffer = first ? g : std::fma(a.one_minus_dampening, g, buffer * momentum);
+              g = nesterov ? std::fma(momentum, buffer, g) : buffer;
+            }
+            p = std::fma(a.neg_lr, g, p);
+          };
+          test_step(std::string(table.name) + " sgd", run, expect);
         }
       }
     }
   }
+}
+
+void test_adagrad(const KernelTable& table) {
+  for (const float l2 : {0.0f, 0.01f}) {
+    AdagradArgs a{};
+    a.grad_scale = 0.37f;
+    a.l2 = l2;
+    a.eps = 1e-10f;
+    a.neg_step_size = -0.05f;
+    const auto run = [&](State& s, std::size_t size, const void* grad, Type type, std::uint16_t* copy) {
+      a.param = s.param.data();
+      a.sum = s.exp_avg_sq.data();
+      a.grad = grad;
+      a.copy = copy;
+      run_adagrad(table, a, size, type, Type::bf16, 1);
+    };
+    const auto expect = [&](float raw, float& p, float&, float& sum) {
+      float g = raw * a.grad_scale;
+      if (l2 != 0) g = std::fma(p, l2, g);
+      sum = std::fma(g, g, sum);
+      const float numerator = a.neg_step_size * g;
+      p += numerator / (std::sqrt(sum) + a.eps);
+    };
+    test_step(std::string(table.name) + " adagrad", run, expect);
+  }
+}
+
+void test_lion(const KernelTable& table) {
+  LionArgs a{};
+  a.grad_scale = 0.37f;
+  a.decay = 0.999f;
+  a.beta1 = 0.9f;
+  a.one_minus_beta1 = 0.1f;
+  a.beta2 = 0.99f;
+  a.one_minus_beta2 = 0.01f;
+  a.neg_lr = -0.05f;
+  const auto run = [&](State& s, std::size_t size, const void* grad, Type type, std::uint16_t* copy) {
+    a.param = s.param.data();
+    a.exp_avg = s.exp_avg.data();
+    a.grad = grad;
+    a.copy = copy;
+    run_lion(table, a, size, type, Type::bf16, 1);
+  };
+  const auto expect = [&](float raw, float& p, float& m, float&) {
+    const float g = raw * a.grad_scale;
+    const float update = std::fma(a.one_minus_beta1, g, m * a.beta1);
+    const float sign = std::isnan(update) ? update : update > 0 ? 1.0f : update < 0 ? -1.0f : 0.0f;
+    p = std::fma(a.neg_lr, sign, p * a.decay);
+    m = std::fma(a.one_minus_beta2, g, m * a.beta2);
+  };
+  test_step(std::string(table.name) + " lion", run, expect);
 }
 
 void test_threads_and_cuts(const KernelTable& table) {
@@ -202,6 +299,15 @@ void test_sums(const KernelTable& table) {
       check(sum_wide[i] == wide[i] + wide[i] + wide[i], what, " sum_into f64");
       check(same(in_place[i], y[i] + x[i]), what, " sum_into in place");
     }
+
+    std::vector<float> quotient(size), added = x;
+    run_divide_into(table, quotient.data(), y.data(), 3.0f, size, Type::f32, false, 2);
+    run_divide_into(table, added.data(), y.data(), 3.0f, size, Type::f32, true, 2);
+    for (std::size_t i = 0; i < size; ++i) {
+      const float by_three = y[i] / 3.0f;
+      check(same(quotient[i], by_three), what, " divide_into");
+      check(same(added[i], x[i] + by_three), what, " divide_into, added");
+    }
   }
 }
 
@@ -237,6 +343,9 @@ int main() {
   for (const std::string& isa : available_isas()) {
     const KernelTable& table = table_for(isa);
     test_adam(table);
+    test_sgd(table);
+    test_adagrad(table);
+    test_lion(table);
     test_threads_and_cuts(table);
     test_sums(table);
     std::printf("%s: done\n", table.name);

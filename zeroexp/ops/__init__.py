@@ -7,18 +7,25 @@ in use and why.
 
 from __future__ import annotations
 
+from zeroexp.ops.adagrad import adagrad_
 from zeroexp.ops.adamw import adamw_
 from zeroexp.ops.allocator import return_freed_memory
 from zeroexp.ops.host_range import HostRange, host_zeros
+from zeroexp.ops.lion import lion_
 from zeroexp.ops.native import OpsStatus, status
-from zeroexp.ops.sums import sum_into, sum_squares
+from zeroexp.ops.sgd import sgd_
+from zeroexp.ops.sums import divide_into, sum_into, sum_squares
 
 __all__ = [
     "HostRange",
     "OpsStatus",
+    "adagrad_",
     "adamw_",
+    "divide_into",
     "host_zeros",
+    "lion_",
     "return_freed_memory",
+    "sgd_",
     "status",
     "sum_into",
     "sum_squares",

@@ -8,12 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeroexp.ops.checks import TYPE_NAMES, check_apart, check_flat
+from zeroexp.ops.checks import TYPE_NAMES, check_step
 from zeroexp.ops.native import native
-
-GRAD_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-COPY_TYPES = (torch.bfloat16, torch.float16)
-STATE_TYPES = (torch.float32,)
 
 
 @dataclass(frozen=True)
@@ -82,16 +78,7 @@ def adamw_(
 
     Raises TypeError and ValueError that name the argument.
     """
-    size = p.numel()
-    check_flat("adamw_", "p", p, STATE_TYPES)
-    check_flat("adamw_", "m", m, STATE_TYPES, size)
-    check_flat("adamw_", "v", v, STATE_TYPES, size)
-    check_flat("adamw_", "g", g, GRAD_TYPES, size)
-    tensors = {"p": p, "m": m, "v": v, "g": g}
-    if copy_out is not None:
-        check_flat("adamw_", "copy_out", copy_out, COPY_TYPES, size)
-        tensors["copy_out"] = copy_out
-    check_apart("adamw_", tensors)
+    size = check_step("adamw_", p, g, {"m": m, "v": v}, copy_out)
     if step < 1:
         raise ValueError(f"adamw_: step is {step}; steps count from 1")
     scalars = AdamScalars.of_step(step, lr, beta1, beta2, eps, weight_decay, decoupled)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ TYPE_NAMES = {
     torch.float16: "float16",
     torch.float64: "float64",
 }
+_STATE_TYPES = (torch.float32,)
+_GRAD_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_COPY_TYPES = (torch.bfloat16, torch.float16)
 
 
 def check_flat(
@@ -58,3 +61,27 @@ def check_apart(op: str, tensors: dict[str, Tensor]) -> None:
     for (_, end, first), (start, _, second) in itertools.pairwise(spans):
         if start < end:
             raise ValueError(f"{op}: {first} and {second} share memory")
+
+
+def check_step(
+    op: str, p: Tensor, g: Tensor, state: Mapping[str, Tensor], copy_out: Tensor | None
+) -> int:
+    """The number of elements of an optimizer step; raises unless its tensors go together.
+
+    ``p`` and ``state`` (by argument name) are fp32, ``g`` fp32, bf16 or fp16, ``copy_out`` bf16 or
+    fp16; all have the size of ``p`` and memory of their own. TypeError and ValueError as in
+    :func:`check_flat` and :func:`check_apart`.
+    """
+    size = p.numel()
+    check_flat(op, "p", p, _STATE_TYPES)
+    tensors = {"p": p}
+    for name, tensor in state.items():
+        check_flat(op, name, tensor, _STATE_TYPES, size)
+        tensors[name] = tensor
+    check_flat(op, "g", g, _GRAD_TYPES, size)
+    tensors["g"] = g
+    if copy_out is not None:
+        check_flat(op, "copy_out", copy_out, _COPY_TYPES, size)
+        tensors["copy_out"] = copy_out
+    check_apart(op, tensors)
+    return size

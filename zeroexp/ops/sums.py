@@ -1,4 +1,5 @@
-"""Sums over flat CPU tensors: the fp64 sum of squares of a norm, and the ordered sum of parts."""
+"""Sums over flat CPU tensors: the fp64 sum of squares of a norm, the ordered sum of parts, and a
+quotient that is cast and added in one pass."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeroexp.ops.checks import TYPE_NAMES, check_flat
+from zeroexp.ops.checks import TYPE_NAMES, check_apart, check_flat
 from zeroexp.ops.native import native
 
 # Elements that the reference widens to fp64 at a time: bounds its extra memory to 8 MiB.
@@ -72,6 +73,33 @@ def sum_into(out: Tensor, parts: Sequence[Tensor]) -> None:
     )
 
 
+def divide_into(out: Tensor, part: Tensor, divisor: float, *, add: bool) -> None:
+    """``out = part / divisor``, or ``out += part / divisor`` with ``add``, in one pass.
+
+    ``out``: fp32. ``part``: fp32, bf16 or fp16, widened before it is divided by ``divisor``, which
+    is rounded to fp32. Quotient and sum are each rounded once, as by torch's operations. Both are
+    dense contiguous CPU tensors with the same number of elements and memory of their own. Raises
+    TypeError and ValueError that name the argument.
+    """
+    size = out.numel()
+    check_flat("divide_into", "out", out, (torch.float32,))
+    check_flat("divide_into", "part", part, _PART_TYPES[torch.float32], size)
+    check_apart("divide_into", {"out": out, "part": part})
+    kernels = native().kernels
+    if kernels is None:
+        _reference_divide_into(out, part, divisor, add)
+        return
+    kernels.divide_into(
+        out=out.data_ptr(),
+        part=part.data_ptr(),
+        divisor=divisor,
+        size=size,
+        type=TYPE_NAMES[part.dtype],
+        add=add,
+        threads=torch.get_num_threads(),
+    )
+
+
 @torch.no_grad()
 def _reference_sum_squares(t: Tensor) -> float:
     total = 0.0
@@ -88,3 +116,13 @@ def _reference_sum_into(out: Tensor, parts: Sequence[Tensor]) -> None:
     for part in parts[1:]:
         total.add_(part.reshape(-1).to(out.dtype))
     out.view(-1).copy_(total)
+
+
+@torch.no_grad()
+def _reference_divide_into(out: Tensor, part: Tensor, divisor: float, add: bool) -> None:
+    quotient = part.view(-1).float() / divisor
+    flat = out.view(-1)
+    if add:
+        flat.add_(quotient)
+    else:
+        flat.copy_(quotient)

@@ -3,28 +3,24 @@ accelerators."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from zeroexp import ops
 from zeroexp.comm.pool import flat_zeros
+from zeroexp.optim.one_pass import OnePass
 
 
-class AdamW(Optimizer):
+class AdamW(OnePass):
     """Loshchilov and Hutter, arXiv:1711.05101, with the operations of ``torch.optim.AdamW`` in
     their order.
 
     ``decoupled=False`` adds the decay to the gradient instead (Kingma and Ba, arXiv:1412.6980, with
     L2 penalty). State per element: ``exp_avg`` and ``exp_avg_sq`` in the dtype of the parameter;
     per tensor: ``step``.
-
-    Two attributes let an engine save passes over memory: ``grad_scale`` multiplies gradients as
-    they are read, and ``copy_out`` maps a stepped tensor to a low-precision one that receives the
-    new values in the same pass.
     """
 
     def __init__(
@@ -47,55 +43,41 @@ class AdamW(Optimizer):
                 "decoupled": decoupled,
             },
         )
-        self.grad_scale = 1.0
-        self.copy_out: dict[Tensor, Tensor] = {}
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._step(p, group)
-        return loss
+    def _compiled(
+        self, p: Tensor, grad: Tensor, group: dict[str, Any], copy_out: Tensor | None
+    ) -> None:
+        state, step = self._advanced(p)
+        beta1, beta2 = group["betas"]
+        ops.adamw_(
+            p,
+            grad,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            step=step,
+            lr=float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            grad_scale=self.grad_scale,
+            copy_out=copy_out,
+            decoupled=group["decoupled"],
+        )
 
-    def _step(self, p: Tensor, group: dict[str, Any]) -> None:
-        grad = p.grad
-        assert grad is not None
+    def _in_torch(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state, step = self._advanced(p)
+        _torch_step(p, grad, state, group, step)
+
+    def _advanced(self, p: Tensor) -> tuple[dict[str, Any], int]:
+        """The moments of ``p``, and the number of the step that begins."""
         state = self.state[p]
         if not state:
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = flat_zeros(p.numel(), p.dtype, p.device).view(p.shape)
             state["exp_avg_sq"] = flat_zeros(p.numel(), p.dtype, p.device).view(p.shape)
         state["step"] += 1
-        step, (beta1, beta2) = int(state["step"]), group["betas"]
-        copy_out = self.copy_out.get(p)
-        if p.device.type == "cpu" and p.dtype == torch.float32:
-            ops.adamw_(
-                p,
-                grad,
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                step=step,
-                lr=float(group["lr"]),
-                beta1=beta1,
-                beta2=beta2,
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                grad_scale=self.grad_scale,
-                copy_out=copy_out,
-                decoupled=group["decoupled"],
-            )
-            return
-        if self.grad_scale != 1.0:
-            grad = grad * self.grad_scale
-        _torch_step(p, grad.to(p.dtype), state, group, step)
-        if copy_out is not None:
-            copy_out.copy_(p)
+        return state, int(state["step"])
 
 
 def _torch_step(

@@ -10,17 +10,19 @@ from torch.optim import Optimizer
 
 from zeroexp.config.sections.optim import OptimConfig
 from zeroexp.errors import ModelError
+from zeroexp.optim.adagrad import Adagrad
 from zeroexp.optim.adamw import AdamW
 from zeroexp.optim.lion import Lion
+from zeroexp.optim.sgd import SGD
 
 Groups = list[dict[str, Any]]
 
 _BUILDERS: Mapping[str, Callable[[Groups, OptimConfig], Optimizer]] = {
     "adamw": lambda groups, c: AdamW(groups, lr=c.lr, betas=c.betas, eps=c.eps),
     "adam": lambda groups, c: AdamW(groups, lr=c.lr, betas=c.betas, eps=c.eps, decoupled=False),
-    "sgd": lambda groups, c: optim.SGD(groups, lr=c.lr, momentum=c.momentum),
+    "sgd": lambda groups, c: SGD(groups, lr=c.lr, momentum=c.momentum),
     "lion": lambda groups, c: Lion(groups, lr=c.lr, betas=c.betas),
-    "adagrad": lambda groups, c: optim.Adagrad(groups, lr=c.lr, eps=c.eps),
+    "adagrad": lambda groups, c: Adagrad(groups, lr=c.lr, eps=c.eps),
     "rmsprop": lambda groups, c: optim.RMSprop(groups, lr=c.lr, eps=c.eps, momentum=c.momentum),
 }
 

@@ -1,19 +1,21 @@
-"""Lion (Chen et al., arXiv:2302.06675, algorithm 2)."""
+"""Lion over flat shards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch.optim import Optimizer
+from torch import Tensor
+
+from zeroexp import ops
+from zeroexp.comm.pool import flat_zeros
+from zeroexp.ops.lion import lion_in_torch_
+from zeroexp.optim.one_pass import OnePass
 
 
-class Lion(Optimizer):
-    """The sign of an interpolated momentum, with decoupled decay. State per element: ``exp_avg``.
-
-    Element-wise, so it can be stepped over any cut of a parameter.
-    """
+class Lion(OnePass):
+    """The sign of an interpolated momentum, with decoupled decay (Chen et al., arXiv:2302.06675,
+    algorithm 2). State per element: ``exp_avg`` in the dtype of the parameter."""
 
     def __init__(
         self,
@@ -24,25 +26,34 @@ class Lion(Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            lr, decay = float(group["lr"]), group["weight_decay"]
-            beta1, beta2 = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-                m = state["exp_avg"]
-                grad = p.grad.to(p.dtype)
-                update = m.mul(beta1).add_(grad, alpha=1 - beta1).sign_()
-                p.mul_(1 - lr * decay).add_(update, alpha=-lr)
-                m.mul_(beta2).add_(grad, alpha=1 - beta2)
-        return loss
+    def _compiled(
+        self, p: Tensor, grad: Tensor, group: dict[str, Any], copy_out: Tensor | None
+    ) -> None:
+        ops.lion_(
+            p,
+            grad,
+            self._momentum(p),
+            **_hyperparameters(group),
+            grad_scale=self.grad_scale,
+            copy_out=copy_out,
+        )
+
+    def _in_torch(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        lion_in_torch_(p, grad, self._momentum(p), **_hyperparameters(group))
+
+    def _momentum(self, p: Tensor) -> Tensor:
+        state = self.state[p]
+        if not state:
+            state["exp_avg"] = flat_zeros(p.numel(), p.dtype, p.device).view(p.shape)
+        momentum: Tensor = state["exp_avg"]
+        return momentum
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    beta1, beta2 = group["betas"]
+    return {
+        "lr": float(group["lr"]),
+        "beta1": beta1,
+        "beta2": beta2,
+        "weight_decay": group["weight_decay"],
+    }

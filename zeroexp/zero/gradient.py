@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from zeroexp import ops
 from zeroexp.comm import Pending
 from zeroexp.comm.pool import flat_zeros
 
@@ -77,18 +78,20 @@ class GradientState:
         view = self._views[slot]
         if grad.is_sparse:
             grad = grad.to_dense()
-        divisor = self._quotient
-        if self.arrived[slot]:
+        divisor, again = self._quotient, self.arrived[slot]
+        if divisor is not None and _one_pass(view, grad):
+            ops.divide_into(view, grad, self._divisor, add=again)
+        elif again:
             view.add_(grad.to(view.dtype) / divisor if divisor is not None else grad)
-            return
-        if divisor is None:
+        elif divisor is None:
             view.copy_(grad)
         elif grad.dtype == view.dtype:
             torch.div(grad, divisor, out=view)
         else:
             view.copy_(grad).div_(divisor)
-        self.arrived[slot] = self.touched[slot] = True
-        self.num_arrived += 1
+        if not again:
+            self.arrived[slot] = self.touched[slot] = True
+            self.num_arrived += 1
 
     def _open_local(self) -> None:
         """Make ``local`` ready for a new window: take a buffer, or move what it owns out of the
@@ -208,3 +211,13 @@ class GradientState:
         if self._raw is not None:
             self._around.pool.give(self._raw)
             self._raw, self._local, self._views = None, None, []
+
+
+def _one_pass(view: Tensor, grad: Tensor) -> bool:
+    """Whether one kernel widens, divides and adds ``grad`` to ``view``, without temporaries."""
+    return (
+        grad.device.type == "cpu"
+        and view.dtype == torch.float32
+        and grad.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and grad.is_contiguous()
+    )

@@ -19,8 +19,8 @@ from zeroexp.zero.segment import SegmentState, Surroundings
 
 @runtime_checkable
 class FusesPasses(Protocol):
-    """An optimizer that scales gradients as it reads them and writes a low-precision copy as it
-    writes."""
+    """An optimizer that scales gradients as it reads them, in whatever dtype they are, and writes a
+    low-precision copy as it writes."""
 
     grad_scale: float
     copy_out: dict[Tensor, Tensor]
@@ -128,7 +128,11 @@ class Stepper:
                 if not history.present(run, touched[segment.tag]):
                     continue
                 grad = gradient[run.start : run.stop].view(run.tensor.shape)
-                run.tensor.grad = grad.to(run.tensor.dtype)
+                if fuses and hasattr(run.tensor, "grad_dtype"):  # torch 2.10
+                    run.tensor.grad_dtype = None
+                    run.tensor.grad = grad
+                else:
+                    run.tensor.grad = grad.to(run.tensor.dtype)
                 groups[segment.spec.group - self._first_group].append(run.tensor)
                 stepped.append((segment, run))
                 if segment.has_master_copy:

@@ -119,8 +119,64 @@ def test_sum_into_writes_nothing_beyond_its_end(isa: str) -> None:
         assert around[0] == 7 and around[-1] == 7 and around[1:-1].eq(2).all()
 
 
+@pytest.mark.parametrize("dtype", TYPES[:3])
+@pytest.mark.parametrize("add", [False, True])
+def test_divide_into_rounds_the_quotient_and_the_sum(
+    isa: str, dtype: torch.dtype, add: bool
+) -> None:
+    """Both rounded to fp32 from fp64, where quotients and sums of fp32 numbers round alike."""
+    for size in SIZES:
+        for divisor in (1.0, 3.0, 16.0):
+            part, start = values(size, dtype, 1), values(size, torch.float32, 2)
+            out = start.clone()
+            ops.divide_into(out, part, divisor, add=add)
+            want = (part.double() / divisor).float()
+            if add:
+                want = (start.double() + want.double()).float()
+            assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("dtype", TYPES[:3])
+def test_divide_into_any_value(isa: str, dtype: torch.dtype) -> None:
+    """Denormal numbers, infinities and NaN; what was in ``out`` is not looked at without add."""
+    small = torch.finfo(dtype).smallest_normal / 4
+    part = torch.tensor([math.inf, -math.inf, math.nan, small, -small, 0.0, 1.0] * 5).to(dtype)
+    out = torch.full((35,), math.nan)
+    ops.divide_into(out, part, 2.0, add=False)
+    want = (part.double() / 2).float()
+    assert torch.equal(out.nan_to_num(7.0), want.nan_to_num(7.0)) and out[3] != 0
+    ops.divide_into(out, part, 2.0, add=True)
+    assert torch.equal(out.nan_to_num(7.0), (2 * want).nan_to_num(7.0))
+
+
+def test_divide_into_writes_nothing_beyond_its_end(isa: str) -> None:
+    for size in range(1, 40):
+        around = torch.full((size + 2,), 7.0)
+        ops.divide_into(around[1 : 1 + size], torch.ones(size), 4.0, add=True)
+        assert around[0] == 7 and around[-1] == 7 and around[1:-1].eq(7.25).all()
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_divide_into_with_threads(isa: str, threads: int) -> None:
+    part, out = values(300_007, torch.bfloat16), values(300_007, torch.float32, 1)
+    want = (out.double() + (part.double() / 3).float().double()).float()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        ops.divide_into(out, part, 3.0, add=True)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(out, want)
+
+
 def test_wrong_arguments_are_named(isa: str) -> None:
     out = torch.zeros(4)
+    with pytest.raises(TypeError, match="divide_into: out is bfloat16, expected float32"):
+        ops.divide_into(out.bfloat16(), torch.zeros(4), 2.0, add=True)
+    with pytest.raises(ValueError, match="divide_into: part has 3 elements, expected 4"):
+        ops.divide_into(out, torch.zeros(3), 2.0, add=True)
+    with pytest.raises(ValueError, match="out and part share memory"):
+        ops.divide_into(out, out, 2.0, add=True)
     with pytest.raises(ValueError, match="parts is empty"):
         ops.sum_into(out, [])
     with pytest.raises(ValueError, match=r"parts\[1\] has 3 elements, expected 4"):

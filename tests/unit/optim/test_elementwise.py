@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from zeroexp.optim.adagrad import Adagrad
 from zeroexp.optim.adamw import AdamW
 from zeroexp.optim.elementwise import is_elementwise
 from zeroexp.optim.lion import Lion
+from zeroexp.optim.sgd import SGD
 
 
 def params() -> list[torch.nn.Parameter]:
@@ -46,7 +48,17 @@ class OwnMomentum(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize(
-    "make", [AdamW, Lion, OwnMomentum, torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop]
+    "make",
+    [
+        Adagrad,
+        AdamW,
+        Lion,
+        SGD,
+        OwnMomentum,
+        torch.optim.Adam,
+        torch.optim.SGD,
+        torch.optim.RMSprop,
+    ],
 )
 def test_element_wise(make: Any) -> None:
     assert is_elementwise(make(params(), lr=0.1))

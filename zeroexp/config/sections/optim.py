@@ -13,7 +13,8 @@ class OptimConfig:
 
     kind: str = setting(
         "adamw",
-        "optimizer. adamw runs the compiled kernel on CPU shards; the others are torch's.",
+        "optimizer. All but rmsprop, which is torch's, step fp32 shards on the CPU by a compiled "
+        "kernel.",
         changes="the update rule and the state bytes per parameter",
         choices=("adamw", "adam", "sgd", "lion", "adagrad", "rmsprop"),
     )

@@ -1,0 +1,124 @@
+"""The other kernels that pass over memory once, and what torch does in their place: the updates of
+SGD, Adagrad and Lion, and a bf16 gradient that is divided and added to its fp32 buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.adamw import Contender, fresh
+from zeroexp import ops
+from zeroexp.ops.lion import lion_in_torch_
+
+Shapes = list[tuple[int, ...]]
+DIVISOR = 8.0
+
+
+def sgd(shapes: Shapes) -> dict[str, Contender]:
+    """With momentum."""
+    p, g, buffer, low = _flat(shapes)
+
+    def step(copy: Tensor | None) -> None:
+        ops.sgd_(p, g, buffer, lr=1e-3, momentum=0.9, weight_decay=0.1, copy_out=copy)
+
+    options = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1}
+    return _beside(step, low, shapes, torch.optim.SGD, options)
+
+
+def adagrad(shapes: Shapes) -> dict[str, Contender]:
+    p, g, total, low = _flat(shapes)
+
+    def step(copy: Tensor | None) -> None:
+        ops.adagrad_(p, g, total, step=2, lr=1e-3, weight_decay=0.1, copy_out=copy)
+
+    options = {"lr": 1e-3, "weight_decay": 0.1}
+    return _beside(step, low, shapes, torch.optim.Adagrad, options)
+
+
+def lion(shapes: Shapes) -> dict[str, Contender]:
+    """torch has no Lion: its operations one after the other, tensor by tensor."""
+    p, g, m, low = _flat(shapes)
+    params, grads = fresh(shapes, 1.0), fresh(shapes, 1e-3)
+    moments = [torch.zeros_like(t) for t in params]
+    hyper = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
+
+    def by_torch() -> None:
+        for tensors in zip(params, grads, moments, strict=True):
+            lion_in_torch_(*tensors, **hyper)
+
+    return {
+        "zeroexp huge": lambda: ops.lion_(p, g, m, **hyper),
+        "zeroexp huge + bf16 copy": lambda: ops.lion_(p, g, m, copy_out=low, **hyper),
+        "torch's operations": by_torch,
+    }
+
+
+def arrival(shapes: Shapes) -> dict[str, Contender]:
+    """A gradient of a later micro-batch on its way into the buffer, parameter by parameter."""
+    buffers = fresh(shapes, 1e-3)
+    grads = [g.bfloat16() for g in fresh(shapes, 1e-3)]
+    divisor = torch.tensor(DIVISOR)
+
+    def ours() -> None:
+        for buffer, grad in zip(buffers, grads, strict=True):
+            ops.divide_into(buffer, grad, DIVISOR, add=True)
+
+    def by_torch() -> None:
+        for buffer, grad in zip(buffers, grads, strict=True):
+            buffer.add_(grad.float() / divisor)
+
+    return {"zeroexp": ours, "torch's operations": by_torch}
+
+
+PASSES: Mapping[str, Callable[[Shapes], dict[str, Contender]]] = {
+    "SGD with momentum": sgd,
+    "Adagrad": adagrad,
+    "Lion": lion,
+    "bf16 gradient into fp32": arrival,
+}
+
+
+def _flat(shapes: Shapes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Parameter, gradient, state and low-precision copy on huge pages, as a shard holds them."""
+    size = sum(torch.Size(s).numel() for s in shapes)
+    p, g, state = (ops.host_zeros(size, torch.float32) for _ in range(3))
+    p.normal_()
+    g.normal_().mul_(1e-3)
+    return p, g, state, ops.host_zeros(size, torch.bfloat16)
+
+
+def _beside(
+    step: Callable[[Tensor | None], None],
+    low: Tensor,
+    shapes: Shapes,
+    kind: Callable[..., torch.optim.Optimizer],
+    options: Mapping[str, Any],
+) -> dict[str, Contender]:
+    """Our step with and without a copy beside torch's optimizer over tensors of ``shapes``."""
+    leaves = [torch.nn.Parameter(p) for p in fresh(shapes, 1.0)]
+    for leaf, grad in zip(leaves, fresh(shapes, 1e-3), strict=True):
+        leaf.grad = grad
+    fused = kind(leaves, **options, fused=True)
+    foreach = kind(leaves, **options, foreach=True)
+    lows = [torch.empty_like(leaf, dtype=torch.bfloat16) for leaf in leaves]
+
+    @torch.no_grad()
+    def fused_copy() -> None:
+        fused.step()
+        for to, leaf in zip(lows, leaves, strict=True):
+            to.copy_(leaf)
+
+    return {
+        "zeroexp huge": lambda: step(None),
+        "torch fused": lambda: _step(fused),
+        "torch foreach": lambda: _step(foreach),
+        "zeroexp huge + bf16 copy": lambda: step(low),
+        "torch fused + copy_": fused_copy,
+    }
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
