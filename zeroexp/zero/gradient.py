@@ -79,14 +79,14 @@ class GradientState:
         if grad.is_sparse:
             grad = grad.to_dense()
         divisor, again = self._quotient, self.arrived[slot]
-        if divisor is not None and _one_pass(view, grad):
+        if divisor is not None and not again and grad.dtype == view.dtype:
+            torch.div(grad, divisor, out=view)
+        elif divisor is not None and _one_pass(view, grad):
             ops.divide_into(view, grad, self._divisor, add=again)
         elif again:
             view.add_(grad.to(view.dtype) / divisor if divisor is not None else grad)
         elif divisor is None:
             view.copy_(grad)
-        elif grad.dtype == view.dtype:
-            torch.div(grad, divisor, out=view)
         else:
             view.copy_(grad).div_(divisor)
         if not again:
