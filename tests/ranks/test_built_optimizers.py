@@ -6,13 +6,25 @@ from typing import Any
 
 import pytest
 import torch
-from small import STAGES, furthest, mlp, plain_training, rank, regression, settings, weights, world
+from small import (
+    STAGES,
+    caught,
+    furthest,
+    mlp,
+    plain_training,
+    rank,
+    regression,
+    settings,
+    weights,
+    world,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zeroexp import optim
 from zeroexp.config import Config
 from zeroexp.engine import Engine
+from zeroexp.optim.adamw import AdamW
 
 BUILT: dict[str, tuple[dict[str, Any], int]] = {
     "sgd": ({"kind": "sgd", "lr": 0.05, "weight_decay": 0.1}, 0),
@@ -129,3 +141,17 @@ def test_built_optimizers_step_the_master_of_bf16_parameters(ranks, kind):
         first = first or whole
         assert furthest(whole, first) == 0, f"stage {stage}"
         assert furthest(whole, wanted) <= bound, f"stage {stage}"
+
+
+def foreign_switch(stage: int) -> str:
+    saved_with = mlp(6, 8, 2)
+    torch_adam = torch.optim.AdamW(saved_with.parameters(), lr=0.1, amsgrad=True)
+    module = mlp(6, 8, 2)
+    optimizer = AdamW(module.parameters(), lr=0.1)
+    engine = Engine(module, optimizer, settings(stage))
+    return " ".join(caught(engine.load_optimizer_state_dict, optimizer, torch_adam.state_dict()))
+
+
+def test_a_switch_of_torchs_that_would_be_lost_is_refused(ranks):
+    for said in ranks(2)(foreign_switch, 1):
+        assert said.startswith("CheckpointError") and "amsgrad=True" in said

@@ -244,6 +244,10 @@ def load_optimizer_state(model: ShardedModel, stepper: Stepper, saved: Mapping[s
         stepper.account(segment)
 
 
+_CHANGES_THE_UPDATE = ("amsgrad", "maximize", "centered", "nesterov")
+"""Switches of torch's optimizers; one that the loading optimizer lacks would be lost in silence."""
+
+
 def _named(model: ShardedModel) -> list[tuple[int, str]]:
     return [(id(p), n) for n, p in model.params.items()]
 
@@ -260,6 +264,14 @@ def _summarise(
             "optimizer of "
             f"{[len(g['params']) for g in groups]}"
         }
+    for mine, theirs in zip(groups, saved["param_groups"], strict=True):
+        foreign = [k for k in _CHANGES_THE_UPDATE if theirs.get(k) and k not in mine]
+        if foreign:
+            return {
+                "problem": f"the optimizer checkpoint was made with {foreign[0]}=True, which "
+                f"{type(stepper.optimizer).__name__} does not have: it would go on with another "
+                "update. Use the optimizer of the checkpoint."
+            }
     order = [i for g in saved["param_groups"] for i in g["params"]]
     place = {old: new for new, old in enumerate(order)}
     by_number = [p for g in groups for p in g["params"]]
