@@ -10,6 +10,7 @@
 
 #include "dispatch.hpp"
 #include "host_range.hpp"
+#include "io/bind.hpp"
 
 namespace py = pybind11;
 
@@ -222,4 +223,6 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("resident_bytes", &zeroexp::HostRange::resident_bytes)
       .def("release", &zeroexp::HostRange::release, py::call_guard<py::gil_scoped_release>())
       .def("take_pages", &zeroexp::HostRange::take_pages, py::arg("source"), py::call_guard<py::gil_scoped_release>());
+
+  zeroexp::io::bind(module);
 }

@@ -71,5 +71,34 @@ class NonFiniteError(ZeroexpError):
     """
 
 
+class FileError(ZeroexpError, OSError):
+    """A file could not be opened, made, read or written; also an ``OSError``.
+
+    ``errno`` and ``filename`` are those of OSError (ENODATA where a file ends before the bytes
+    wanted). All in bytes: ``offset`` in the file where it failed, ``wanted`` and ``done`` of the
+    whole request, ``free`` in the file system at that moment (None: unknown).
+    """
+
+    def __init__(
+        self,
+        errno: int,
+        message: str,
+        path: str,
+        *,
+        offset: int = 0,
+        wanted: int = 0,
+        done: int = 0,
+        free: int | None = None,
+    ) -> None:
+        super().__init__(errno, message, path)
+        self.offset = offset
+        self.wanted = wanted
+        self.done = done
+        self.free = free
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
 class CheckpointError(ZeroexpError):
     """A checkpoint is missing, incomplete, or does not fit the model."""

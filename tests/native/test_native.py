@@ -38,3 +38,13 @@ def test_kernels_under_the_sanitizers() -> None:
     output = run(BUILD / "kernels_test", timeout=200)
     assert output.rstrip().endswith(" 0 failures"), output
     assert int(output.split()[-4]) > 1_000_000, "the checks ran"
+
+
+@needs_compiler
+@pytest.mark.timeout(600)
+def test_file_engine_under_the_sanitizers() -> None:
+    run("cmake", "-S", ROOT / "tests" / "native", "-B", BUILD, "-G", "Ninja", timeout=120)
+    run("cmake", "--build", BUILD, timeout=400)
+    output = run(BUILD / "io_test", timeout=200)
+    assert output.rstrip().endswith(" 0 failures"), output
+    assert int(output.split()[-4]) > 10_000, "the checks ran"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from zeroexp.ops.adagrad import adagrad_
 from zeroexp.ops.adamw import adamw_
 from zeroexp.ops.allocator import return_freed_memory
+from zeroexp.ops.checksums import checksum
 from zeroexp.ops.host_range import HostRange, host_zeros
 from zeroexp.ops.lion import lion_
 from zeroexp.ops.native import OpsStatus, status
@@ -21,6 +22,7 @@ __all__ = [
     "OpsStatus",
     "adagrad_",
     "adamw_",
+    "checksum",
     "divide_into",
     "host_zeros",
     "lion_",

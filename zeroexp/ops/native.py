@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,8 @@ class Native:
     kernels: _C.Kernels | None
     host_range: type[_C.HostRange] | None
     status: OpsStatus
+    file_engine: type[_C.FileEngine] | None = None
+    checksum: Callable[..., int] | None = None
 
 
 def select(wanted: str) -> Native:
@@ -72,7 +75,8 @@ def select(wanted: str) -> Native:
         )
     kernels = _C.Kernels(wanted)
     reason = f"ZEROEXP_ISA={wanted}" if wanted else f"the fastest of {', '.join(available)}"
-    return Native(kernels, _C.HostRange, OpsStatus(True, kernels.isa, reason))
+    status = OpsStatus(True, kernels.isa, reason)
+    return Native(kernels, _C.HostRange, status, _C.FileEngine, _C.checksum)
 
 
 @functools.cache
