@@ -21,7 +21,7 @@ zeroexp: experiments with models that do not fit
   zeroexp plan KEY=VALUE ...         will it fit? state and traffic per rank; starts nothing
   zeroexp report [DIR ...]           a table over runs that exist
   zeroexp explain [KEY]              what a key or section means, its value and where it comes from
-  zeroexp doctor                     versions, threads, compiled ops, memory of this machine
+  zeroexp doctor [DIR]               versions, compiled ops, memory, and the disk below DIR (runs)
 
   -q, --quiet        print nothing while a run goes well
   --sweep-dir DIR    put the sweep there; started again, it skips the runs that are done
@@ -154,10 +154,15 @@ def explain(flags: Flags) -> int:
 
 
 def doctor(flags: Flags) -> int:
-    """What this machine and this installation offer."""
+    """What this machine, this installation and a directory (default: that of the runs) offer."""
     from zeroexp.report.doctor import examine
 
-    print(examine())
+    if len(flags.rest) > 1:
+        raise UsageError(f"doctor probes one directory, not {' '.join(flags.rest)}")
+    directory = Path(flags.rest[0]) if flags.rest else None
+    if directory is not None and not directory.is_dir():
+        raise UsageError(f"there is no directory {directory} (working directory {Path.cwd()})")
+    print(examine(directory))
     return 0
 
 

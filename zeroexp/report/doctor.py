@@ -1,6 +1,10 @@
-"""``zeroexp doctor``: what this installation and this machine offer to a run. Imports torch."""
+"""``zeroexp doctor``: what this installation, this machine and a directory of it offer to a run.
+Imports torch.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from zeroexp.config import Config
 from zeroexp.run import machine
@@ -12,10 +16,14 @@ from zeroexp.run.record import human_bytes
 _LITTLE_SHM = 1 << 30
 
 
-def examine() -> str:
-    """The report as text, one fact a line; a line that begins with ``!`` is one to act on."""
+def examine(directory: Path | None = None) -> str:
+    """The report as text, one fact a line; a value that begins with ``!`` is one to act on.
+
+    ``directory`` is probed for swap files, as :func:`zeroexp.run.disk.probe` says; None: that of
+    the runs, or where it will be made.
+    """
     rows = [(name, version or "not installed") for name, version in versions().items()]
-    rows += _torch() + _ops() + _precision() + _machine()
+    rows += _torch() + _ops() + _precision() + _machine() + _disk(directory)
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in rows)
 
@@ -62,6 +70,47 @@ def _precision() -> list[tuple[str, str]]:
     return [("precision=auto", f"{chosen} on {where}: {why}")]
 
 
+def _disk(directory: Path | None) -> list[tuple[str, str]]:
+    from zeroexp.run import disk
+
+    wanted = Path(Config().paths.runs) if directory is None else directory
+    where = disk.existing(wanted)
+    found = disk.probe(where)
+    is_there = wanted.is_dir()
+    rows = [
+        ("directory", str(wanted) if is_there else f"{wanted} (not there yet; probed: {where})"),
+        (
+            "file system",
+            f"{found.file_system or 'unknown'}, {human_bytes(found.free_bytes)} free"
+            + ("; ! memory, not a disk" if found.file_system in disk.MEMORY_FILE_SYSTEMS else ""),
+        ),
+    ]
+    engine = found.engine
+    if engine is None:
+        return [*rows, ("swap files", f"! {found.problem}")]
+    why = "; ".join(dict.fromkeys(line.partition(": ")[2] for line in engine.buffered))
+    direct = "yes" if found.direct else f"! no: {why}; the rates below are those of the page cache"
+    io_uring = f"{'yes' if engine.engine == 'io_uring' else '! no'} ({engine.reason})"
+    rows += [("direct I/O", direct), ("io_uring", io_uring)]
+    rows.append(("disk rates", "  block size  queue depth  read (GB/s)  write (GB/s)"))
+    for rate in found.rates:
+        block = human_bytes(rate.block_size)
+        figures = f"{rate.queue_depth:>11}  {rate.read / 1e9:11.2f}  {rate.write / 1e9:12.2f}"
+        rows.append(("", f"{block:>12}  {figures}"))
+    best = found.recommended
+    if best is None:
+        return [*rows, ("recommended", "nothing was measured in the time allowed")]
+    return [
+        *rows,
+        (
+            "recommended",
+            f"{engine.engine}, block size {human_bytes(best.block_size)}, "
+            f"{'queue depth' if engine.engine == 'io_uring' else 'threads'} {best.queue_depth} "
+            "(fewest bytes on their way within 10% of the best)",
+        ),
+    ]
+
+
 def _machine() -> list[tuple[str, str]]:
     facts = machine.describe()
     hertz = facts["cpu_max_hertz"]
@@ -72,6 +121,7 @@ def _machine() -> list[tuple[str, str]]:
     return [
         ("CPU", f"{facts['cpu']}{speed}; {' '.join(facts['cpu_flags']) or 'no vector extensions'}"),
         ("memory", f"{human_bytes(facts['memory_bytes'])} for this process"),
+        ("huge pages", _huge_pages()),
         ("control group", f"limit {human_bytes(limit)}" if limit else "no memory limit"),
         (
             "/dev/shm",
@@ -79,3 +129,11 @@ def _machine() -> list[tuple[str, str]]:
             + ("; data.workers > 0 may fail: docker run --shm-size=8g" if little else ""),
         ),
     ]
+
+
+def _huge_pages() -> str:
+    setting = machine.huge_pages()
+    if setting in ("always", "madvise"):
+        return setting
+    fix = "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+    return f"! {setting or 'none'}: buffers on small pages, disk and memory are slower; {fix}"

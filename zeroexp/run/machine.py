@@ -69,6 +69,16 @@ def gpu_names() -> list[str]:
     return names
 
 
+def huge_pages() -> str | None:
+    """The kernel's setting of transparent huge pages: ``always``, ``madvise`` or ``never``; None
+    where it has none.
+    """
+    with contextlib.suppress(OSError):
+        setting = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+        return setting.partition("[")[2].partition("]")[0]
+    return None
+
+
 def shm_free_bytes() -> int | None:
     """Free bytes of /dev/shm, through which data workers hand over batches; None without it."""
     with contextlib.suppress(OSError):

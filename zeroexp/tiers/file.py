@@ -82,8 +82,8 @@ class FileEngine:
         self,
         engine: str = "auto",
         *,
-        queue_depth: int = 8,
-        block_size: int = MIB,
+        queue_depth: int = 4,
+        block_size: int = 2 * MIB,
         threads: int = 4,
     ) -> None:
         self._backend = make_backend(engine, queue_depth, block_size, threads)
