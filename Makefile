@@ -8,7 +8,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
-CPP := $(sort $(shell find csrc tests/native -name '*.[chi]pp' -o -name '*.inl' 2>/dev/null))
+CPP := $(sort $(shell find csrc tests/native benchmarks -name '*.[chi]pp' -o -name '*.inl' 2>/dev/null))
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: venv train test lint types format clean

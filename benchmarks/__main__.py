@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks import peer_env, readme, table
 from benchmarks.machine import ROOT, provenance
 from benchmarks.modes import MODES
+from benchmarks.timings import Timings
 from benchmarks.training import Settings, compare
 from benchmarks.work import WORKS
 
@@ -91,6 +92,11 @@ def main(argv: list[str] | None = None) -> None:
     compose.add_argument("--rounds", type=int, default=11)
     compose.add_argument("--out", default=str(RESULTS))
 
+    io = commands.add_parser("io", help="the file engine, a bare io_uring loop, DeepSpeed's aio")
+    io.add_argument("--rounds", type=int, default=7)
+    io.add_argument("--dir", default=str(ROOT / "build"), help="folder on the disk to measure")
+    io.add_argument("--out", default=str(RESULTS))
+
     commands.add_parser("peers", help="make the environment of the peers that need one")
 
     page = commands.add_parser("table", help="write docs/benchmarks.md and README's table")
@@ -121,6 +127,14 @@ def main(argv: list[str] | None = None) -> None:
 
         result = provenance("compose", argv) | answers.measure(arguments.rounds)
         _write(Path(arguments.out) / "compose.json", result)
+    elif arguments.command == "io":
+        from benchmarks import io as files
+
+        folder = Path(arguments.dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        result = provenance("io", argv) | files.measure(arguments.rounds, folder)
+        _write(Path(arguments.out) / "io.json", result)
+        _say("\n".join(Timings(result).rows()))
     elif arguments.command == "peers":
         peer_env.make()
     elif arguments.command == "table":

@@ -59,6 +59,7 @@ TITLES = {
     "overhead": "Python overhead",
     "startup": "Launch to first step",
     "compose": "Command to answer",
+    "io": "File engine",
 }
 
 # The mode of a peer that does what this mode does.

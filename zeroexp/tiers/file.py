@@ -70,7 +70,8 @@ class FileEngine:
       nothing in a buffer that is read or written meanwhile. Autograd does not see the transfers.
     * **Threads and processes.** Any thread may call, one at a time waits for a given transfer. The
       GIL is free meanwhile; Ctrl-C ends the wait (not the transfer). In a fork of its process an
-      engine refuses to work.
+      engine refuses to work; do not fork while a read is open (open(2), O_DIRECT: older kernels may
+      give the bytes to the wrong process).
     * **Durability.** What was waited for is in the file and outlives the process; it outlives a
       power cut after :meth:`File.sync`.
 
