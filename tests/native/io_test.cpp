@@ -190,6 +190,7 @@ void round_trip(FileEngine& engine, std::size_t size, std::size_t shift, std::ui
   const int file = engine.open(path, Access::create, offset + size + 5, outcome);
   check(file >= 0 && outcome.error == 0, what, ": create");
   if (file < 0) return;
+  const bool direct = engine.facts(file).direct;
   outcome = result_of(engine, engine.submit(file, true, source, size, offset));
   check(outcome.error == 0 && outcome.done == size && outcome.wanted == size, what, ": write, error ", outcome.error);
   const Bytes found = file_bytes(path);
@@ -211,6 +212,7 @@ void round_trip(FileEngine& engine, std::size_t size, std::size_t shift, std::ui
   check(std::all_of(exact.begin(), exact.begin() + static_cast<std::ptrdiff_t>(shift),
                     [](unsigned char b) { return b == 0xAB; }),
         what, ": the bytes before are left alone");
+  check(engine.facts(file).direct == direct, what, ": no transfer is one that the file system refuses");
   engine.close(file);
 }
 
