@@ -7,12 +7,12 @@ the settings it does best with. What runs elsewhere is a process that waits for 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +182,8 @@ def _process(command: list[str], ready: bool) -> Iterator[Pass]:
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
+            # A group of its own: what it starts to build extensions ends with it.
+            start_new_session=True,
         )
 
         def answer() -> str:
@@ -206,10 +208,11 @@ def _process(command: list[str], ready: bool) -> Iterator[Pass]:
                 run("read")
             yield run
         finally:
-            process.kill()
+            with suppress(ProcessLookupError):  # nobody of the group is left
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return (lines[-1] if lines else "no output").replace(str(ROOT), ".").replace(sys.prefix, "")
+    return (lines[-1] if lines else "no output").replace(str(ROOT), ".")

@@ -24,7 +24,7 @@ namespace zeroexp::io {
 struct EngineOptions {
   std::string kind = "auto";  // auto, io_uring, threads
   std::size_t queue_depth = 4;
-  std::size_t block_size = std::size_t{2} << 20;  // bytes; a multiple of 4096
+  std::size_t block_size = std::size_t{8} << 20;  // bytes; a multiple of 4096
   std::size_t threads = 4;
 };
 

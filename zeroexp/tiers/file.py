@@ -84,7 +84,7 @@ class FileEngine:
         engine: str = "auto",
         *,
         queue_depth: int = 4,
-        block_size: int = 2 * MIB,
+        block_size: int = 8 * MIB,
         threads: int = 4,
     ) -> None:
         self._backend = make_backend(engine, queue_depth, block_size, threads)
