@@ -14,6 +14,7 @@ from zeroexp.errors import CheckpointError
 from zeroexp.strategies import checkpoint as files
 from zeroexp.strategies.compat import Namespace
 from zeroexp.strategies.faults import Meeting
+from zeroexp.strategies.hyperparameters import made_plain
 from zeroexp.strategies.optimization import Optimization, unwrapped
 
 
@@ -119,7 +120,7 @@ class State:
         problem = None
         if self.is_global_zero:
             problem = files.write(
-                self.checkpoint_io.save_checkpoint, checkpoint, path, storage_options
+                self.checkpoint_io.save_checkpoint, made_plain(checkpoint), path, storage_options
             )
         problem = self.broadcast(problem)
         if problem is not None:

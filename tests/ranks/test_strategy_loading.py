@@ -4,6 +4,7 @@ sharded."""
 from __future__ import annotations
 
 import inspect
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,51 @@ def test_one_process_loads_it_with_plain_lightning(ranks: Any, tmp_path: Path, s
     assert alone.hparams["settings"] == {"a": 1, "b": {"c": [1.5, "x", None]}}
     other = Configured.load_from_checkpoint(path, settings=2)
     assert digest(other) == expected and other.hparams["settings"] == 2
+
+
+def save_hydra_settings(path: str) -> str:
+    net = Configured(hydra_settings())
+    run = trainer(zero(stage=2))
+    run.fit(net, loader(3))
+    run.save_checkpoint(path)
+    return digest(net)
+
+
+def test_hydra_hyper_parameters_are_plain_in_the_file(ranks: Any, tmp_path: Path) -> None:
+    """PL-16: nothing but data, interpolations resolved, for whoever has no zeroexp."""
+    path = tmp_path / "hydra.ckpt"
+    (expected, _) = ranks(2)(save_hydra_settings, str(path))
+    plain = {"a": 1, "b": {"c": [1.5, "x", None], "d": 1}, "e": True}
+    assert torch.load(path, weights_only=True)["hyper_parameters"] == {"settings": plain}
+    alone = Configured.load_from_checkpoint(path)
+    assert digest(alone) == expected and alone.hparams["settings"] == plain
+
+
+class WithModule(Net):
+    def __init__(self, layer: nn.Module, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = layer
+
+
+def save_with_module(path: str) -> list[str]:
+    net = WithModule(nn.Linear(2, 2))
+    run = trainer(zero(stage=2))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run.fit(net, loader(3))
+        run.save_checkpoint(path)
+    return [str(w.message) for w in said]
+
+
+def test_a_module_is_no_hyper_parameter(ranks: Any, tmp_path: Path) -> None:
+    """PL-16: skipped with a warning; the rest loads, with an override."""
+    path = tmp_path / "module.ckpt"
+    said = ranks(2)(save_with_module, str(path))[0]
+    assert any("modules are not saved: layer" in line for line in said)
+    assert torch.load(path, weights_only=True)["hyper_parameters"] == {"lr": 0.1}
+    alone = WithModule.load_from_checkpoint(path, layer=nn.Linear(2, 2), lr=0.5)
+    assert alone.hparams["lr"] == 0.5
 
 
 def missing() -> None:
