@@ -36,6 +36,7 @@ def test_no_words_are_the_typed_defaults() -> None:
 
 
 def test_an_option_a_value_and_their_origins() -> None:
+    """CF-05."""
     composed = compose("zero=stage3", "trainer.devices=2", "zero.bucket=1MiB", "optim=lion")
     config = composed.config
     assert (config.zero.stage, config.trainer.devices, config.zero.bucket) == (3, 2, 1048576)
@@ -165,6 +166,7 @@ def test_removing_what_is_there() -> None:
 
 
 def test_a_typo_in_hydras_own_settings() -> None:
+    """HY-05."""
     key, text = problem("hydra.ouput_subdir=x")
     assert key == "hydra.ouput_subdir"
     assert "no such key. Did you mean  hydra.output_subdir?" in text
@@ -223,6 +225,7 @@ def test_a_word_that_cannot_be_meant(word: str, key: str, words: str) -> None:
 
 
 def test_every_fault_of_a_long_command_line_is_reported_once() -> None:
+    """CF-01."""
     found = problems(
         "zero=stage4",
         "optim.lrr=1",

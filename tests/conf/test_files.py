@@ -41,6 +41,7 @@ def problem(source: Any) -> tuple[str, str]:
 def test_yaml_and_json_by_path_or_text_of_the_path(
     tmp_path: Path, name: str, text: str, as_text: bool
 ) -> None:
+    """deepspeed 3.A 4."""
     path = write(tmp_path, name, text)
     config = load(str(path) if as_text else path)
     assert (config.zero.stage, config.zero.bucket) == (3, 500_000_000)
@@ -112,6 +113,7 @@ def test_a_key_given_twice_in_yaml(tmp_path: Path) -> None:
 
 
 def test_a_key_given_twice_in_json(tmp_path: Path) -> None:
+    """CF-01, deepspeed 3.A 5."""
     path = write(tmp_path, "a.json", '{"zero": {"stage": 1, "stage": 3}}')
     assert problem(path) == (str(path), "stage is given twice. Keep one.")
 

@@ -75,6 +75,7 @@ def test_nobody_has_started_ranks(train: Command) -> None:
 
 
 def test_a_port_in_use_is_named(train: Command) -> None:
+    """CF-10."""
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()

@@ -129,6 +129,7 @@ def test_ranks_die_with_a_killed_driver(stub: Start) -> None:
 
 
 def test_two_runs_at_once_do_not_meet(stub: Start) -> None:
+    """CF-10."""
     runs = [stub("ok", MASTER_PORT="29500"), stub("ok", MASTER_PORT="29500")]
     with socket.socket() as taken:  # and the port that everybody uses is taken
         with contextlib.suppress(OSError):
@@ -137,6 +138,7 @@ def test_two_runs_at_once_do_not_meet(stub: Start) -> None:
 
 
 def test_ranks_see_a_clean_environment(stub: Start) -> None:
+    """HY-10."""
     run = stub(
         "env",
         RANK="7",

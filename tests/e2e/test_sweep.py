@@ -28,6 +28,7 @@ def table(sweep: Path) -> list[dict[str, str]]:
 
 
 def test_a_failed_job_is_a_row_and_what_is_done_is_skipped(train: Command) -> None:
+    """HY-01, HY-02, HY-13."""
     shutil.copy(HERE / "faulty.py", train.where)
     words = [*EXTERNAL, "-m", "model.kwargs.fault=none,exit", "trainer.devices=1,2"]
     words.append("data.workers=2")  # processes of the ranks, which end with them

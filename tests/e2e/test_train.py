@@ -131,6 +131,7 @@ def test_a_run_leaves_everything_behind_and_what_happened_is_what_was_planned(
 
 
 def test_quiet_prints_nothing_while_all_is_well(train: Command) -> None:
+    """CF-11."""
     words = [*TINY, "-q", "measure.log_every=2", "--local_rank=0", "--local-rank", "1"]
     done = train(*words, LOCAL_RANK="1")  # what old launchers append and leave behind
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -141,6 +142,7 @@ def test_quiet_prints_nothing_while_all_is_well(train: Command) -> None:
 
 
 def test_validation_at_the_end_whatever_ends_the_run(train: Command) -> None:
+    """TL-07."""
     (train.where / "text.txt").write_text("abcdefgh" * 100)
     words = [w for w in TINY if not w.startswith(("data=", "trainer.max_steps", "model.vocab"))]
     data = ["data=text", "data.path=text.txt", "data.val_fraction=0.2", "trainer.devices=2"]
@@ -208,6 +210,7 @@ def test_a_full_disk_is_the_reason_wherever_it_is_written(train: Command, small_
 
 
 def test_a_rank_killed_in_the_middle_of_a_save_costs_that_checkpoint_only(train: Command) -> None:
+    """PL-17."""
     save = ["checkpoint=full", "checkpoint.every=1", "checkpoint.keep=1"]
     done = external(train, "save", "model.kwargs.rank=0", *save)
     assert done.returncode == 1

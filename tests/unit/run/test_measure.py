@@ -18,6 +18,7 @@ class FakeClock:
 
 
 def test_samples_per_second_count_every_micro_batch() -> None:
+    """TL-01."""
     # Micro-batch 2, accumulation 4, 2 ranks, 50 ms a micro-batch: 16 sequences in 0.2 s.
     time = FakeClock()
     clock = StepClock(warmup_steps=0, clock=time)
@@ -87,6 +88,7 @@ def test_percentile_agrees_with_the_inclusive_method_of_statistics() -> None:
 
 
 def test_mfu_is_model_flops_over_assumed_peak() -> None:
+    """TL-02."""
     # A Linear(100, 100): 20,000 FLOP forward a sample, three times that with backward; 1,000
     # samples a second on a machine of 1.2e9 FLOP/s use 5 % of it.
     figure = mfu(60_000, "3 x forward", 1000.0, PeakFlops(1.2e9, "test machine"))
