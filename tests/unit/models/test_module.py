@@ -15,6 +15,7 @@ from zeroexp.config import Config
 from zeroexp.errors import ConfigError
 from zeroexp.models.build import build
 from zeroexp.models.specs import param_specs
+from zeroexp.optim.sgd import SGD
 from zeroexp.strategies.module import LanguageModule, build_module
 
 TINY = {"model.dim": 16, "model.layers": 2, "model.heads": 2, "model.vocab_size": 256}
@@ -89,7 +90,7 @@ def test_optimizer_and_schedule_come_from_the_configuration() -> None:
     module.configure_model()
     made: Any = module.configure_optimizers()
     optimizer = made["optimizer"]
-    assert isinstance(optimizer, torch.optim.SGD)
+    assert isinstance(optimizer, SGD)
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in module.parameters())
     decays = {p.ndim: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
