@@ -363,7 +363,7 @@ class Engine:
         stepper = next((s for s in self.steppers if segment in s.segments), None)
         if stepper is None:
             return None
-        return self._boundary.full_grad(param, segment, slot, stepper)
+        return self._boundary.full_grad(segment, slot, stepper)
 
     @property
     def grad_norm(self) -> float | None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeroexp.comm import World
 from zeroexp.errors import NonFiniteError
@@ -242,11 +242,9 @@ class Boundary:
         left = any(any(s.grads.touched) for s in self._model.trainable_segments)
         self._window.forget(gradients_left=left)
 
-    def full_grad(
-        self, param: nn.Parameter, segment: SegmentState, slot: int, stepper: Stepper
-    ) -> Tensor | None:
-        """The whole reduced gradient of ``param``, which is ``slot`` of ``segment``, in fp32,
-        unscaled and clipped; ``None`` if no rank has one (collective)."""
+    def full_grad(self, segment: SegmentState, slot: int, stepper: Stepper) -> Tensor | None:
+        """The whole reduced gradient of the parameter in ``slot`` of ``segment``, in fp32, unscaled
+        and clipped; ``None`` if no rank has one (collective)."""
         agreement = self.finish(stepper)
         if not agreement.touched[stepper.segments.index(segment)][slot]:
             return None

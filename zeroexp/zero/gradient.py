@@ -64,6 +64,8 @@ class GradientState:
     def begin_window(self, divisor: float, divide_on_arrival: bool) -> None:
         """Gradients that arrive from now on are divided by ``divisor``: one by one, or once before
         the reduction."""
+        if (divisor, divide_on_arrival) == (self._divisor, self._divide_on_arrival):
+            return  # as in the backward before
         self._divisor = divisor
         self._divide_on_arrival = divide_on_arrival
         # As a tensor: torch takes twice as long to divide by a Python number.
