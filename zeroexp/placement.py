@@ -6,7 +6,8 @@ from here. The engine has no branch on a stage number; it asks the placement.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -44,3 +45,33 @@ STAGES: dict[int, StatePlacement] = {
     2: StatePlacement(params=_WHOLE, grads=_CUT, optim=_CUT),
     3: StatePlacement(params=_CUT, grads=_CUT, optim=_CUT),
 }
+
+
+def place(stage: int, *, optim: Tier = Tier.DEVICE, params: Tier = Tier.DEVICE) -> StatePlacement:
+    """The placement of ``stage`` with optimizer state and parameters at home on these tiers.
+
+    Owned gradients of stages 2 and 3 wait where the optimizer needs them: in host memory when its
+    state is off the device (Ren et al., arXiv:2101.06840, section 4), on disk when nothing else of
+    the model stays in memory. Gradients that every rank holds whole stay on the device.
+    """
+    base = STAGES[stage]
+    grads = Tier.DEVICE
+    if base.grads.sharded and optim is not Tier.DEVICE:
+        grads = Tier.NVME if optim is params is Tier.NVME else Tier.CPU
+    return StatePlacement(
+        params=replace(base.params, tier=params),
+        grads=replace(base.grads, tier=grads),
+        optim=replace(base.optim, tier=optim),
+    )
+
+
+def leaving(sizes: Sequence[int], fraction: float) -> set[int]:
+    """Which of the segments of ``sizes`` elements leave the device when ``fraction`` of the state
+    may: the largest first, as many as fit."""
+    room = fraction * sum(sizes)
+    chosen = set()
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        if sizes[index] <= room:
+            chosen.add(index)
+            room -= sizes[index]
+    return chosen

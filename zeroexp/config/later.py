@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-TIERS = "the tiers"
 PIPELINE = "pipeline parallelism"
 MOE = "mixture of experts"
 PARALLEL = "tensor and sequence parallelism"
@@ -11,7 +10,6 @@ HUGGING_FACE = "the Hugging Face models"
 
 # Section (or group) to the capability that all its values but `none` wait for.
 SECTIONS: dict[str, str] = {
-    "offload": TIERS,
     "pipeline": PIPELINE,
     "moe": MOE,
     "tensor": PARALLEL,

@@ -29,6 +29,7 @@ from zeroexp.config.sections import (
     TrainerConfig,
     ZeroConfig,
 )
+from zeroexp.config.sections.offload import OFFLOAD_TIERS
 from zeroexp.config.setting import Key, keys_of, section_types, setting
 
 DEFAULT_BATCH_SIZE = 24  # sequences; comes out for 1, 2, 3, 4, 6 and 8 ranks
@@ -155,6 +156,7 @@ class Config:
             trainer=replace(self.trainer, accelerator=accelerator),
             precision=_resolved_precision(self.precision, accelerator),
             zero=self._resolved_zero(),
+            offload=self._resolved_offload(),
             schedule=self._resolved_schedule(),
             model=self._resolved_model(),
             data=self._resolved_data(),
@@ -187,6 +189,17 @@ class Config:
         if reduce == "auto":
             reduce = "each" if zero.stage >= 2 else "last"
         return replace(zero, shard_size=shard_size, reduce=reduce)
+
+    def _resolved_offload(self) -> OffloadConfig:
+        offload = self.offload
+        optim, params = OFFLOAD_TIERS[offload.kind]
+        folder = offload.nvme.dir or str(Path(self.paths.runs) / "swap")
+        return replace(
+            offload,
+            optim=_default(offload.optim, optim),
+            params=_default(offload.params, params),
+            nvme=replace(offload.nvme, dir=_absolute(folder)),
+        )
 
     def _resolved_schedule(self) -> ScheduleConfig:
         schedule = self.schedule

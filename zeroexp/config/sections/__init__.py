@@ -5,11 +5,12 @@ from __future__ import annotations
 from zeroexp.config.sections.checkpoint import CheckpointConfig
 from zeroexp.config.sections.data import DataConfig
 from zeroexp.config.sections.debug import DebugConfig
-from zeroexp.config.sections.later import MoeConfig, OffloadConfig, PipelineConfig
+from zeroexp.config.sections.later import MoeConfig, PipelineConfig
 from zeroexp.config.sections.launch import LaunchConfig
 from zeroexp.config.sections.logger import LoggerConfig
 from zeroexp.config.sections.measure import MeasureConfig
 from zeroexp.config.sections.model import ModelConfig
+from zeroexp.config.sections.offload import NvmeConfig, OffloadConfig
 from zeroexp.config.sections.optim import OptimConfig
 from zeroexp.config.sections.paths import PathsConfig
 from zeroexp.config.sections.precision import LossScaleConfig, PrecisionConfig
@@ -28,6 +29,7 @@ __all__ = [
     "MeasureConfig",
     "ModelConfig",
     "MoeConfig",
+    "NvmeConfig",
     "OffloadConfig",
     "OptimConfig",
     "PathsConfig",

@@ -10,19 +10,6 @@ from zeroexp.config.setting import setting
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadConfig:
-    """The tier in which state lives. Only device memory exists now."""
-
-    kind: str = setting(
-        "none",
-        "where state is kept between uses. none: on the device; cpu and nvme arrive with the "
-        "tiers.",
-        changes="nothing yet: every other value is refused by name",
-        choices=("none",),
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class PipelineConfig:
     """Pipeline parallelism."""
 
