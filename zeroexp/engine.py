@@ -22,14 +22,18 @@ from zeroexp.config import Config
 from zeroexp.errors import ModelError, OptimizerError
 from zeroexp.layout import Layout
 from zeroexp.ledger import Ledger
+from zeroexp.optim.columns import state_columns
+from zeroexp.optim.elementwise import is_elementwise
 from zeroexp.optim.face import Collect, Face, state_left_behind
 from zeroexp.optim.groups import group_numbers
-from zeroexp.placement import STAGES
+from zeroexp.placement import StatePlacement, Tier, place
 from zeroexp.precision import LossScale, Policy
 from zeroexp.zero.attachment import Attachment
 from zeroexp.zero.backward import Backward
 from zeroexp.zero.boundary import Boundary
 from zeroexp.zero.buffer import SparePages
+from zeroexp.zero.disk import Disk, Stepping
+from zeroexp.zero.early import EarlyStep
 from zeroexp.zero.hooks import Hooks
 from zeroexp.zero.model import ShardedModel
 from zeroexp.zero.reducer import Reducer
@@ -49,7 +53,8 @@ class Engine:
     a backward, see :meth:`full_grad`). Every rank must build the engine at the same point.
     ``config`` is a :class:`Config` or a partial mapping of it. ``divide_accumulation=False``: the
     caller divides the loss by the number of micro-batches itself. ``clip=None``: the caller clips
-    by itself; by default :meth:`step` clips to ``trainer.gradient_clip_val``.
+    by itself; by default :meth:`step` clips to ``trainer.gradient_clip_val``. ``steps_at_once``: why
+    no part of a step may be made in backward, if the caller knows a reason.
 
     Raises :class:`ModelError`, :class:`OptimizerError`, :class:`RankMismatch` or
     :class:`ConfigError`.
@@ -64,6 +69,7 @@ class Engine:
         device: torch.device | str | None = None,
         divide_accumulation: bool = True,
         clip: float | str | None = "config",
+        steps_at_once: str | None = None,
     ) -> None:
         if not isinstance(config, Config):
             config = Config.from_mapping(with_ranks(config or {}))
@@ -83,7 +89,11 @@ class Engine:
         self.rank, self.world_size = self.world.rank, self.world.size
         # An engine that is dropped without close() must not leave its threads behind.
         self._drop_threads = weakref.finalize(self, self.world.close)
-        placement = STAGES[zero.stage]
+        offload = self.config.offload
+        placement = place(zero.stage, optim=Tier(offload.optim), params=Tier(offload.params))
+        first_group, groups = group_numbers(module, self.optimizers)
+        self.disk = self._make_disk(placement)
+        """Its files, where any state is on the nvme tier."""
         self._around = Surroundings(
             self.world,
             self.ledger,
@@ -93,8 +103,9 @@ class Engine:
             SparePages(self.ledger),
             self.device,
             zero.bucket,
+            fraction=offload.fraction,
+            disk=self.disk,
         )
-        first_group, groups = group_numbers(module, self.optimizers)
         self.model = ShardedModel(module, groups, self._around, cut=zero.unit)
         root = next((u for u in self.model.units if u.name == ""), None)
         self._root = root
@@ -109,8 +120,10 @@ class Engine:
             self._units_with_gradients(),
             overlap=zero.overlap,
             before_wait=self.residency.offer_rest,
+            after=self._reduced,
         )
         self.steppers: list[Stepper] = []
+        self._early: EarlyStep | None = None
         for optimizer, first in zip(self.optimizers, first_group, strict=True):
             left_behind = state_left_behind(optimizer)
             stepper = Stepper(
@@ -130,6 +143,7 @@ class Engine:
             divides=divide_accumulation,
         )
         limit = config.trainer.gradient_clip_val if clip == "config" else clip
+        self._early = self._make_early(steps_at_once if limit is None else "gradients are clipped")
         self._boundary = Boundary(
             self.model,
             self.residency,
@@ -139,6 +153,7 @@ class Engine:
             self.policy,
             self.steppers,
             clip=None if limit is None else float(limit),
+            early=self._early,
         )
         self._backward = Backward(
             self.residency,
@@ -160,6 +175,50 @@ class Engine:
         """A learning-rate scheduler that :meth:`step` advances after each applied step, if set."""
 
     # -- construction ------------------------------------------------------------------------------
+
+    def _make_disk(self, placement: StatePlacement) -> Disk | None:
+        if not placement.uses(Tier.NVME):
+            return None
+
+        def stepping(number: int, dtype: torch.dtype) -> Stepping:
+            for optimizer in self.optimizers:
+                if number < len(optimizer.param_groups):
+                    whole = not is_elementwise(optimizer)
+                    return Stepping(state_columns(optimizer, number, dtype), whole)
+                number -= len(optimizer.param_groups)
+            raise IndexError(number)
+
+        return Disk(self.config, self.ledger, rank=self.rank, stepping=stepping)
+
+    def _make_early(self, reason: str | None) -> EarlyStep | None:
+        """What steps in backward, unless there is a ``reason`` not to."""
+        asked = self.config.offload.step_in_backward
+        if asked == "false" or not self.steppers:
+            return None
+        placement = self._around.placement
+        reasons = {
+            "the optimizer state is on the device": placement.optim.tier is Tier.DEVICE,
+            "parameters are not sharded (stage 3)": not placement.params.sharded,
+            "there are several optimizers": len(self.steppers) > 1,
+            "replicas must sum their gradients first": self.world.replicas.size > 1,
+            "a loss scale decides whether there is a step": (
+                self.config.precision.loss_scale.mode != "off"
+            ),
+            "a non-finite gradient skips the whole step": self.policy.nonfinite == "skip",
+            "the update is delayed": self.config.offload.delayed_update,
+        }
+        reason = reason or next((text for text, holds in reasons.items() if holds), None)
+        if reason is None:
+            return EarlyStep(self.steppers[0], self._window, self.world, self.policy)
+        if asked == "true":
+            raise OptimizerError(
+                f"offload.step_in_backward=true is not possible here: {reason}. Use auto or false."
+            )
+        return None
+
+    def _reduced(self, unit: UnitState) -> None:
+        if self._early is not None:
+            self._early.reduced(unit)
 
     def _bind(self, optimizer: Optimizer) -> Face:
         this = weakref.proxy(self)
@@ -462,7 +521,7 @@ class Engine:
             return
         self._attachment.remove()
         for unit in self.model.units:
-            if unit.sharded and unit.life is Life.SHARDED:
+            if unit.transient and unit.life is Life.SHARDED:
                 unit.gather()
             unit.wait()
             unit.pins += 1

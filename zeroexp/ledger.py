@@ -37,6 +37,9 @@ class Ledger:
         self._control = 0
         self._at_last_step: Counter[str] = Counter()
         self._last_step: dict[str, int] = {}
+        self._moved: Counter[str] = Counter()
+        self._moved_at_last_step: Counter[str] = Counter()
+        self._moved_last_step: dict[str, int] = {}
 
     # -- bytes held --------------------------------------------------------------------------------
 
@@ -96,6 +99,8 @@ class Ledger:
         delta = self._sent - self._at_last_step
         self._last_step = {op: n for op, n in sorted(delta.items()) if n}
         self._at_last_step = Counter(self._sent)
+        self._moved_last_step = dict(self._moved - self._moved_at_last_step)
+        self._moved_at_last_step = Counter(self._moved)
 
     def comm_bytes(self) -> dict[str, int]:
         """Bytes sent so far by op, control traffic under ``control``."""
@@ -107,3 +112,19 @@ class Ledger:
     def comm_bytes_per_step(self) -> dict[str, int]:
         """Bytes sent by op during the last complete step, evaluation passes before it included."""
         return dict(self._last_step)
+
+    # -- bytes between tiers -----------------------------------------------------------------------
+
+    def moved(self, way: str, nbytes: int) -> None:
+        """``nbytes`` went ``down`` from the device to a tier below it, or ``up``. On a machine whose
+        device is its CPU they may have been written there in the first place: what counts is on
+        which side of the border they were made and used."""
+        self._moved[way] += nbytes
+
+    def transfer_bytes(self) -> dict[str, int]:
+        """Bytes that went ``down`` and ``up`` so far."""
+        return {way: n for way, n in sorted(self._moved.items()) if n}
+
+    def transfer_bytes_per_step(self) -> dict[str, int]:
+        """The same during the last complete step, evaluation passes before it included."""
+        return {way: n for way, n in sorted(self._moved_last_step.items()) if n}

@@ -36,6 +36,28 @@ class StatePlacement:
     grads: Placement
     optim: Placement
 
+    @property
+    def separates_master(self) -> bool:
+        """Whether what the optimizer steps is a copy even in the dtype that computes: on another
+        tier than the parameters, or in the records of a file."""
+        return self.optim.tier is not self.params.tier or self.optim.tier is Tier.NVME
+
+    def uses(self, tier: Tier) -> bool:
+        """Whether any kind of state is on ``tier``."""
+        return any(kind.tier is tier for kind in (self.params, self.grads, self.optim))
+
+    def kept_on_device(self) -> StatePlacement:
+        """The same with gradients and optimizer state on the device."""
+        return replace(
+            self,
+            grads=replace(self.grads, tier=Tier.DEVICE),
+            optim=replace(self.optim, tier=Tier.DEVICE),
+        )
+
+    def whole_on_device(self) -> StatePlacement:
+        """The same with parameters whole and on the device."""
+        return replace(self, params=_WHOLE)
+
 
 _WHOLE, _CUT = Placement(sharded=False), Placement(sharded=True)
 

@@ -19,12 +19,21 @@ def settings(stage: int, **keys: Any) -> dict[str, Any]:
     """A configuration mapping: fp32, no clipping, one micro-batch, unless ``keys`` say otherwise.
 
     Short names: ``clip``, ``accumulate``, ``compute``, ``timeout``, ``devices``;
-    ``zero_x`` is ``zero.x``, ``precision_x`` is ``precision.x`` and ``scale_x`` is
-    ``precision.loss_scale.x``.
+    ``zero_x`` is ``zero.x``, ``precision_x`` is ``precision.x``, ``scale_x`` is
+    ``precision.loss_scale.x``, ``offload_x`` is ``offload.x`` and ``nvme_x`` is ``offload.nvme.x``.
     """
     zero: dict[str, Any] = {"stage": stage}
     precision: dict[str, Any] = {"compute": keys.pop("compute", "fp32")}
     scale: dict[str, Any] = {}
+    offload: dict[str, Any] = {}
+    nvme: dict[str, Any] = {}
+    sections = {
+        "zero": zero,
+        "precision": precision,
+        "scale": scale,
+        "offload": offload,
+        "nvme": nvme,
+    }
     trainer = {
         "gradient_clip_val": keys.pop("clip", None),
         "accumulate_grad_batches": keys.pop("accumulate", 1),
@@ -36,9 +45,13 @@ def settings(stage: int, **keys: Any) -> dict[str, Any]:
         trainer["devices"] = keys.pop("devices")
     for key, value in keys.items():
         section, _, name = key.partition("_")
-        {"zero": zero, "precision": precision, "scale": scale}[section][name] = value
+        sections[section][name] = value
     if scale:
         precision["loss_scale"] = scale
+    if nvme:
+        offload["nvme"] = nvme
+    if offload:
+        out["offload"] = offload
     return out
 
 

@@ -175,7 +175,7 @@ def optimizer_state(
         keys = sorted({(k, d) for note in notes for k, d in note["elements"].items()})
         wholes = {}
         for key, dtype in keys:
-            flat = torch.zeros(segment.master.numel(), dtype=getattr(torch, dtype))
+            flat = torch.zeros(segment.num_stepped, dtype=getattr(torch, dtype))
             for run, state in entries:
                 if per_element(state.get(key), run):
                     flat[run.start : run.stop].copy_(state[key].reshape(-1))
@@ -201,7 +201,7 @@ def optimizer_state(
 def _collect(model: ShardedModel, segment: SegmentState, flat: Tensor) -> Tensor:
     if flat.numel() == segment.spec.size:
         return flat
-    whole = torch.empty(segment.spec.size, dtype=flat.dtype, device=segment.master.device)
+    whole = torch.empty(segment.spec.size, dtype=flat.dtype, device=model.around.device)
     model.around.world.gather.all_gather(
         whole, flat.to(whole.device), tag=segment.tag, what="collection of optimizer state"
     ).wait()
@@ -235,12 +235,13 @@ def load_optimizer_state(model: ShardedModel, stepper: Stepper, saved: Mapping[s
             info = infos[run.slots[0]] if run.slots else next((i for i in infos if i), None)
             if info is None:
                 continue
-            entry = stepper.face.state[run.tensor]
+            entry = {}
             for key in info["elements"]:
                 part = flats[key][run.start : run.stop].view(run.tensor.shape)
                 entry[key] = part.to(run.tensor.dtype, copy=True)
             for key, value in info["scalars"].items():
                 entry[key] = _unscalar(value)
+            stepper.put(segment, run, entry)
         stepper.account(segment)
 
 
@@ -316,8 +317,8 @@ def _scatter(
     numbers: dict[int, int],
 ) -> Tensor:
     """This rank's part ``[master.numel()]`` of one kind of state, from rank 0's whole tensors."""
-    flat = torch.zeros(segment.spec.size, dtype=torch.float32, device=segment.master.device)
-    if segment.master.dtype == torch.float64:
+    flat = torch.zeros(segment.spec.size, dtype=torch.float32, device=model.around.device)
+    if segment.master_dtype == torch.float64:
         flat = flat.double()
     if model.around.world.rank == 0:
         order = [i for g in saved["param_groups"] for i in g["params"]]
@@ -328,4 +329,4 @@ def _scatter(
     model.around.world.control.broadcast(
         flat, source=0, tag=segment.tag, what="load of optimizer state"
     ).wait()
-    return flat if segment.master.numel() == segment.spec.size else flat[segment.lo : segment.hi]
+    return flat if segment.num_stepped == segment.spec.size else flat[segment.lo : segment.hi]

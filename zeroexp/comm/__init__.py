@@ -1,6 +1,6 @@
 """Collectives with a deadline, a fixed order of additions, and a ledger."""
 
-from zeroexp.comm.group import Group, Pending
+from zeroexp.comm.group import DONE, Group, Pending
 from zeroexp.comm.world import World
 
-__all__ = ["Group", "Pending", "World"]
+__all__ = ["DONE", "Group", "Pending", "World"]

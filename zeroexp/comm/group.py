@@ -41,6 +41,11 @@ class Pending:
         self._finish = finish
         self._keep = keep  # operands must outlive the transfer
 
+    @property
+    def over(self) -> bool:
+        """Whether :meth:`wait` would not block."""
+        return all(work.is_completed() for _, work in self._works)
+
     def wait(self) -> None:
         """Block until done. Raises :class:`CollectiveTimeout` naming the ranks that did not take
         part."""
@@ -122,8 +127,8 @@ class Group(ABC):
         For a rank that is about to wait for a peer who may be waiting for this gather.
         """
 
-    def settle(self) -> None:  # noqa: B027
-        """Wait until the peers have what was sent of shards that stay."""
+    def settle(self, tag: int | None = None) -> None:  # noqa: B027
+        """Wait until the peers have what was sent of shards that stay (of the one of ``tag``)."""
 
     @abstractmethod
     def reduce_scatter(

@@ -54,7 +54,7 @@ class P2PGroup(Group):
         self._channel = channel
         self._space = space
         self._offered: set[int] = set()  # tags of gathers whose part of this rank is sent
-        self._sent: list[tuple[int, dist.Work]] = []  # sends that nobody has waited for
+        self._sent: dict[int, list[tuple[int, dist.Work]]] = {}  # by tag, waited for by nobody yet
         self._pool = BufferPool(torch.device("cpu"), ledger, f"received in space {space}")
 
     def _tag(self, tag: int, op: Op) -> int:
@@ -81,7 +81,7 @@ class P2PGroup(Group):
         elif tag in self._offered:
             self._offered.remove(tag)
         else:
-            self._sent += self._send_shard(shard, tag)
+            self._sent.setdefault(tag, []).extend(self._send_shard(shard, tag))
         own = slices[self.index]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
@@ -94,10 +94,11 @@ class P2PGroup(Group):
     def offer(self, shard: Tensor, *, tag: int) -> None:
         if shard.numel() and tag not in self._offered:
             self._offered.add(tag)
-            self._sent += self._send_shard(shard, tag)
+            self._sent.setdefault(tag, []).extend(self._send_shard(shard, tag))
 
-    def settle(self) -> None:
-        sent, self._sent = self._sent, []
+    def settle(self, tag: int | None = None) -> None:
+        tags = list(self._sent) if tag is None else [tag]
+        sent = [each for t in tags for each in self._sent.pop(t, ())]
         Pending(sent, "sending of shards", self.timeout).wait()
 
     def reduce_scatter(

@@ -24,8 +24,15 @@ def flat_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 class BufferPool:
     """Buffers for values in transit. Only for memory that no autograd graph holds views of."""
 
-    def __init__(self, device: torch.device, ledger: Ledger, label: str) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        ledger: Ledger,
+        label: str,
+        tier: Tier = Tier.DEVICE,
+    ) -> None:
         self._device = device
+        self._tier = tier
         self._ledger = ledger
         self._label = label
         self._free: list[Tensor] = []
@@ -42,7 +49,7 @@ class BufferPool:
         else:
             best = flat_zeros(nbytes, torch.uint8, self._device)
             self._nbytes += nbytes
-            self._ledger.hold("", "workspace", Tier.DEVICE, self._nbytes, label=self._label)
+            self._ledger.hold("", "workspace", self._tier, self._nbytes, label=self._label)
         return best
 
     def give(self, raw: Tensor) -> None:

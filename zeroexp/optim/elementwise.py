@@ -6,12 +6,13 @@ and in two halves; when the three agree, it is element-wise.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
+
+from zeroexp.optim.trial import trial
 
 _KNOWN = {
     optim.ASGD,
@@ -38,10 +39,10 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     start = torch.randn(shape, generator=generator)
     grads = [torch.randn(shape, generator=generator) for _ in range(_STEPS)]
     try:
-        whole = _run(optimizer, [start], [[g] for g in grads])
-        flat = _run(optimizer, [start.flatten()], [[g.flatten()] for g in grads])
+        whole = _stepped(optimizer, [start], [[g] for g in grads])
+        flat = _stepped(optimizer, [start.flatten()], [[g.flatten()] for g in grads])
         half = start.numel() // 2
-        halves = _run(
+        halves = _stepped(
             optimizer,
             list(start.flatten().split(half)),
             [list(g.flatten().split(half)) for g in grads],
@@ -56,23 +57,8 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     )
 
 
-def _run(
+def _stepped(
     optimizer: Optimizer, start: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
 ) -> Tensor:
-    """Step copies of ``start`` with a twin of ``optimizer`` and return all values, flat."""
-    params = [t.clone() for t in start]
-    twin = object.__new__(type(optimizer))
-    twin.__dict__ = {
-        **optimizer.__dict__,
-        "state": defaultdict(dict),
-        "param_groups": [{**optimizer.param_groups[0], "params": params}],
-        "_optimizer_step_pre_hooks": OrderedDict(),
-        "_optimizer_step_post_hooks": OrderedDict(),
-    }
-    for name in ("step", "zero_grad"):  # methods an engine or a scheduler put on the instance
-        twin.__dict__.pop(name, None)
-    for step in grads:
-        for param, grad in zip(params, step, strict=True):
-            param.grad = grad.clone()
-        twin.step()
-    return torch.cat([p.detach().flatten() for p in params])
+    params, _ = trial(optimizer, start, grads)
+    return torch.cat([p.flatten() for p in params])

@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from zeroexp import ops
 from zeroexp.comm import World
 from zeroexp.zero.segment import SegmentState
 from zeroexp.zero.unit import UnitState
@@ -44,13 +42,7 @@ class Agreement:
 
 def local_sum_squares(segments: Sequence[SegmentState]) -> float:
     """Sum of squares of the owned gradients of this rank."""
-    return sum(_sum_squares(s.grads.owned) for s in segments if s.grads.has_owned)
-
-
-def _sum_squares(t: Tensor) -> float:
-    if t.device.type == "cpu":
-        return ops.sum_squares(t)
-    return float(torch.linalg.vector_norm(t, dtype=torch.float64).square())
+    return sum(s.grads.sum_squares() for s in segments if s.grads.has_owned)
 
 
 def agree(
@@ -98,12 +90,13 @@ def first_nonfinite(world: World, segments: Sequence[SegmentState]) -> tuple[str
     base = 0
     for segment in segments:
         grads = segment.grads
-        if mine < 0 and grads.has_owned and not math.isfinite(_sum_squares(grads.owned)):
-            for piece in segment.spec.pieces(segment.index):
-                part = grads.owned[piece.shard_start : piece.shard_start + piece.numel]
-                if not bool(torch.isfinite(part).all()):
-                    mine = base + segment.spec.slots.index(piece.slot)
-                    break
+        if mine < 0 and grads.has_owned and not grads.finite:
+            with grads.at_hand() as owned:
+                for piece in segment.spec.pieces(segment.index):
+                    part = owned[piece.shard_start : piece.shard_start + piece.numel]
+                    if not bool(torch.isfinite(part).all()):
+                        mine = base + segment.spec.slots.index(piece.slot)
+                        break
         base += len(segment.spec.slots)
     rows = world.control.exchange(torch.tensor([mine]), "search for the non-finite gradient")
     found = [(int(v), rank) for rank, v in enumerate(rows.flatten().tolist()) if v >= 0]

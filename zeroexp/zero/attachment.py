@@ -35,7 +35,7 @@ class Attachment:
         self._owners = {id(u): EngineOwner(u, model, residency) for u in model.units}
         hooks.attach_root(model.module, root, forward_begins)
         for unit in model.units:
-            if unit.sharded and unit is not root:
+            if unit.transient and unit is not root:
                 hooks.attach_unit(unit)
         self.follow(model.trainable_segments)
         for param in model.params.values():
@@ -49,7 +49,7 @@ class Attachment:
             if table:
                 self._guards.install(module, table)
         for unit in model.units:
-            if unit.sharded:
+            if unit.transient:
                 owner = self._owners[id(unit)]
                 self._guards.keep(
                     unit.module.register_state_dict_pre_hook(ModuleHook(owner.open)),

@@ -18,6 +18,7 @@ from zeroexp.comm import World
 from zeroexp.errors import NonFiniteError
 from zeroexp.precision import LossScale, Policy
 from zeroexp.zero.agreement import Agreement, agree, first_nonfinite
+from zeroexp.zero.early import EarlyStep
 from zeroexp.zero.model import ShardedModel
 from zeroexp.zero.reducer import Reducer
 from zeroexp.zero.residency import Residency
@@ -29,7 +30,8 @@ _LOG = logging.getLogger("zeroexp")
 
 
 class Boundary:
-    """The boundary of one engine. ``clip`` is the L2 norm to which :meth:`step` clips, if any."""
+    """The boundary of one engine. ``clip`` is the L2 norm to which :meth:`step` clips, if any;
+    ``early`` what makes a part of the step in backward, if anything does."""
 
     def __init__(
         self,
@@ -42,6 +44,7 @@ class Boundary:
         steppers: Sequence[Stepper],
         *,
         clip: float | None,
+        early: EarlyStep | None,
     ) -> None:
         self._model = model
         self._residency = residency
@@ -51,6 +54,7 @@ class Boundary:
         self._policy = policy
         self._steppers = steppers
         self._clip = clip
+        self._early = early
         self._agreements: dict[int, Agreement] = {}
         self._factors: dict[int, float] = {}
         self._summed: set[int] = set()
@@ -85,9 +89,10 @@ class Boundary:
         if self._world.replicas.size > 1 and key not in self._summed:
             self._summed.add(key)
             for segment in stepper.segments:
-                self._world.replicas.all_reduce(
-                    segment.grads.owned, tag=segment.tag, what="all-reduce over the replicas"
-                ).wait()
+                with segment.grads.at_hand(edits=True) as owned:
+                    self._world.replicas.all_reduce(
+                        owned, tag=segment.tag, what="all-reduce over the replicas"
+                    ).wait()
             agreement = self._agree(stepper)
         self._agreements[key] = agreement
         self.grad_norm = self.grad_norm_clipped = self._norm_of([stepper])
@@ -116,6 +121,7 @@ class Boundary:
     def clip_norm(self, max_norm: float, steppers: Sequence[Stepper]) -> float:
         """Scale the gradients down to a global L2 norm of ``max_norm``; returns the norm before
         (torch's ``clip_grad_norm_``, with its 1e-6)."""
+        self._not_after_early("clipping by norm comes")
         for stepper in steppers:
             self.finish(stepper)
         norm = self._norm_of(steppers)
@@ -129,17 +135,23 @@ class Boundary:
 
     def clip_value(self, limit: float, steppers: Sequence[Stepper]) -> None:
         """Clamp every element of the unscaled gradients to ``[-limit, limit]``."""
+        self._not_after_early("clipping by value comes")
         for stepper in steppers:
             if not self.finish(stepper).finite:
                 continue
             bound = limit * self._window.loss_scale
             for segment in stepper.segments:
                 if segment.grads.has_owned:
-                    segment.grads.owned.clamp_(-bound, bound)
+                    with segment.grads.at_hand(edits=True) as owned:
+                        owned.clamp_(-bound, bound)
             del self._agreements[id(stepper)]
             before = self.grad_norm
             self.finish(stepper)
             self.grad_norm = before
+
+    def _not_after_early(self, what: str) -> None:
+        if self._early is not None:
+            self._early.refuse(what)
 
     # -- step --------------------------------------------------------------------------------------
 
@@ -162,7 +174,11 @@ class Boundary:
         for stepper, agreement in zip(steppers, agreements, strict=True):
             touched = dict(zip((s.tag for s in stepper.segments), agreement.touched, strict=True))
             factor = self._factors.get(id(stepper), 1.0)
+            if self._early is not None:
+                self._early.wait()
             stepper.step(touched, factor / self._window.loss_scale)
+        if self._early is not None:
+            self._early.end()
         self._residency.release_all()
         self.forget(steppers)
         self._scale.update(overflow=False)
@@ -171,6 +187,9 @@ class Boundary:
     def _refuse(self, steppers: Sequence[Stepper], agreements: Sequence[Agreement]) -> None:
         """A gradient is not finite: skip or stop, on every rank alike."""
         stop = self._policy.nonfinite == "stop"
+        torn = self._early is not None and self._early.begun
+        if self._early is not None:
+            self._early.end()
         name, owner = "", -1
         if stop or self._scale.at_floor:
             segments = [s for stepper in steppers for s in stepper.segments]
@@ -179,7 +198,7 @@ class Boundary:
         self.forget(steppers)
         if stop:
             bad = sorted({r for a in agreements for r in a.bad_loss_ranks})
-            raise NonFiniteError(self._reason(name, owner, bad))
+            raise NonFiniteError(self._reason(name, owner, bad) + (_TORN if torn else ""))
         before = self._scale.value
         self._scale.update(overflow=True, culprit=name)
         self.skipped += 1
@@ -218,20 +237,23 @@ class Boundary:
     def reopen(self) -> None:
         """More gradients will be added to those that were agreed upon: clipping decided so far is
         applied to them now, and of what replicas have summed one replica keeps the sum."""
+        if self._early is not None:
+            self._early.begin()
         for stepper in self._steppers:
             factor = self._factors.pop(id(stepper), 1.0)
             if id(stepper) in self._summed and self._world.replicas.index:
                 factor = 0.0
             if factor != 1.0:
                 for segment in stepper.segments:
-                    owned = segment.grads.owned if segment.grads.has_owned else None
-                    if owned is not None:
-                        owned.mul_(factor) if factor else owned.zero_()
+                    if segment.grads.has_owned:
+                        with segment.grads.at_hand(edits=True) as owned:
+                            owned.mul_(factor) if factor else owned.zero_()
         self._agreements.clear()
         self._summed.clear()
 
     def forget(self, steppers: Sequence[Stepper]) -> None:
         """Drop the accumulated gradients of ``steppers``."""
+        self._not_after_early("gradients were dropped")
         mine = {s.tag for stepper in steppers for s in stepper.segments}
         for unit in self._reducer.units:
             unit.clear_gradients(mine)
@@ -245,17 +267,24 @@ class Boundary:
     def full_grad(self, segment: SegmentState, slot: int, stepper: Stepper) -> Tensor | None:
         """The whole reduced gradient of the parameter in ``slot`` of ``segment``, in fp32, unscaled
         and clipped; ``None`` if no rank has one (collective)."""
+        self._not_after_early("a gradient was asked for")
         agreement = self.finish(stepper)
         if not agreement.touched[stepper.segments.index(segment)][slot]:
             return None
-        owned = segment.grads.owned
-        out = torch.empty(segment.spec.size, dtype=owned.dtype, device=owned.device)
-        self._world.gather.all_gather(
-            out, owned.clone(), tag=segment.tag, what="all-gather of a gradient"
-        ).wait()
+        with segment.grads.at_hand() as owned:
+            out = torch.empty(segment.spec.size, dtype=owned.dtype, device=owned.device)
+            self._world.gather.all_gather(
+                out, owned.clone(), tag=segment.tag, what="all-gather of a gradient"
+            ).wait()
         at = segment.spec.slots[slot]
         grad = out[at.offset : at.stop].view(at.spec.shape).float()
         return grad * (self._factors.get(id(stepper), 1.0) / self._window.loss_scale)
+
+
+_TORN = (
+    " Units that were finite had been stepped in backward already (offload.step_in_backward), so the "
+    "weights are between two steps: load a checkpoint to go on."
+)
 
 
 def _coefficient(max_norm: float, norm: float) -> float:

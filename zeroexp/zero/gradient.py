@@ -2,12 +2,15 @@
 
 * ``local``: gradients of this rank, not yet reduced; permanent where gradients are replicated,
   taken from a pool where they are sharded
-* ``owned``: the reduced gradients of this rank's slice
+* ``owned``: the reduced gradients of this rank's slice, in memory or on disk
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,9 +19,37 @@ from torch import Tensor
 from zeroexp import ops
 from zeroexp.comm import Pending
 from zeroexp.comm.pool import flat_zeros
+from zeroexp.placement import Tier
 
 if TYPE_CHECKING:
+    from zeroexp.zero.home import DiskHome
     from zeroexp.zero.segment import SegmentState
+
+
+class Reduction:
+    """A reduction in flight, in pieces of ``zero.bucket``: two at a time."""
+
+    def __init__(
+        self, launches: Sequence[Callable[[], Pending]], then: Callable[[], None]
+    ) -> None:
+        self._rest = list(launches)
+        self._then = then
+        self._flying = [launch() for launch in self._take(2)]
+
+    def _take(self, count: int) -> list[Callable[[], Pending]]:
+        taken, self._rest = self._rest[:count], self._rest[count:]
+        return taken
+
+    @property
+    def over(self) -> bool:
+        """Whether :meth:`finish` would not wait."""
+        return not self._rest and all(pending.over for pending in self._flying)
+
+    def finish(self) -> None:
+        while self._flying:
+            self._flying.pop(0).wait()
+            self._flying += [launch() for launch in self._take(1)]
+        self._then()
 
 
 class GradientState:
@@ -46,17 +77,22 @@ class GradientState:
         self._views: list[Tensor] = []
         self._owned: Tensor | None = None
         self._spare: Tensor | None = None
+        self._disk: DiskHome | None = None
+        self._squares: float | None = None
 
     def allocate(self) -> None:
         """Make the permanent buffer, as the placement of gradients says."""
-        spec, device = self._spec, self._around.device
-        if self._around.placement.grads.sharded:
+        segment, spec, device = self._segment, self._spec, self._around.device
+        if segment.on_disk is not None and segment.on_disk.grads is not None:
+            self._disk = segment.on_disk.grads
+            segment.hold("grads", spec.shard_size * self.dtype.itemsize)
+        elif segment.placement.grads.sharded:
             self._owned = flat_zeros(spec.shard_size, self.dtype, device)
-            self._segment.hold("grads", self._owned)
+            segment.hold("grads", self._owned.nbytes)
         else:
             self._local = flat_zeros(spec.size, self.dtype, device)
             self._views = self._views_of(self._local)
-            self._segment.hold("grads", self._local)
+            segment.hold("grads", self._local.nbytes)
 
     def _views_of(self, local: Tensor) -> list[Tensor]:
         return [local[s.offset : s.stop].view(s.spec.shape) for s in self._spec.slots]
@@ -111,7 +147,7 @@ class GradientState:
         elif self.has_owned and self._owned is None:
             if self._spare is None:
                 self._spare = flat_zeros(spec.shard_size, self.dtype, self._local.device)
-                self._segment.hold("grads", self._spare, label="spare")
+                self._segment.hold("grads", self._spare.nbytes, label="spare", sharded=True)
             self._spare.copy_(self._local[self._lo : self._hi])
             self._owned = self._spare
 
@@ -124,8 +160,8 @@ class GradientState:
         """Whether gradients wait in ``local`` for their reduction."""
         return self.num_arrived > 0
 
-    def reduce(self) -> Callable[[], None]:
-        """Start the reduction of ``local`` to its owners; the returned function ends it.
+    def reduce(self) -> Reduction:
+        """Start the reduction of ``local`` to its owners.
 
         A rank on which nothing arrived takes part with zeros.
         """
@@ -140,8 +176,10 @@ class GradientState:
                     view.zero_()
         if self._divisor != 1.0 and not self._divide_on_arrival:
             local.div_(self._divisor)
-        out = self._owned if self._owned is not None else local[self._lo : self._hi]
         add = self.has_owned
+        if self._disk is not None and self._owned is None:
+            self._owned = self._disk.fetch() if add else self._disk.take()
+        out = self._owned if self._owned is not None else local[self._lo : self._hi]
         group = around.world.reduce
         rows = local.view(group.size, spec.shard_size)
         step = max(1, around.bucket // self.dtype.itemsize // group.size)
@@ -159,25 +197,66 @@ class GradientState:
                 wire=wire,
             )
 
-        flying = [launch(cut) for cut in cuts[:2]]
-        rest = cuts[2:]
-
         def finish() -> None:
-            while flying:
-                flying.pop(0).wait()
-                if rest:
-                    flying.append(launch(rest.pop(0)))
-            self.has_owned = True
+            self.has_owned, self._squares = True, None
+            if self._segment.placement.grads.tier is not Tier.DEVICE:
+                around.ledger.moved("down", out.nbytes)
             self._nothing_waits()
             if self._raw is not None:
                 around.pool.give(self._raw)
                 self._raw, self._local, self._views = None, None, []
 
-        return finish
+        return Reduction([partial(launch, cut) for cut in cuts], finish)
+
+    def park(self) -> None:
+        """Nobody needs ``owned`` for now: to disk with it, where that is its place."""
+        if self._disk is not None and self._owned is not None:
+            self.sum_squares()
+            self._disk.keep()
+            self._owned = None
+
+    @contextmanager
+    def at_hand(self, *, edits: bool = False) -> Iterator[Tensor]:
+        """:attr:`owned` in memory, wherever it is between uses; ``edits``: changes are kept."""
+        parked = self._disk is not None and self._owned is None
+        if parked:
+            assert self._disk is not None
+            self._owned = self._disk.fetch()
+        if edits:
+            self._squares = None
+        try:
+            yield self.owned
+        finally:
+            if parked and edits:
+                self.park()
+            elif parked:
+                assert self._disk is not None
+                self._disk.put_back()
+                self._owned = None
+
+    def discard(self) -> None:
+        """``owned`` was stepped ahead of the boundary: what must be known of it there is kept."""
+        if self._disk is not None:
+            self.sum_squares()
+            self._disk.put_back()
+            self._owned = None
+
+    @property
+    def finite(self) -> bool:
+        """Whether all elements of ``owned`` are."""
+        return math.isfinite(self.sum_squares())
+
+    def sum_squares(self) -> float:
+        """Sum of squares of ``owned`` in fp64; not finite when any element is not."""
+        if self._squares is None:
+            with self.at_hand() as owned:
+                self._squares = _sum_squares(owned)
+        return self._squares
 
     @property
     def owned(self) -> Tensor:
-        """Reduced gradients of this rank's slice ``[shard_size]``, still scaled."""
+        """Reduced gradients of this rank's slice ``[shard_size]``, still scaled; in memory, see
+        :meth:`at_hand`."""
         if self._owned is not None:
             return self._owned
         assert self._local is not None
@@ -195,20 +274,24 @@ class GradientState:
             what=f"all-gather of the gradients of unit {self._spec.unit or 'root'}",
         )
 
-    @property
-    def stepped(self) -> Tensor:
+    @contextmanager
+    def stepped(self) -> Iterator[Tensor]:
         """What the optimizer sees beside ``master``."""
-        if self._around.placement.optim.sharded:
-            return self.owned
-        assert self._local is not None
-        return self._local
+        if not self._segment.placement.optim.sharded:
+            assert self._local is not None
+            yield self._local
+            return
+        with self.at_hand() as owned:
+            yield owned
 
     def clear(self) -> None:
         """Forget all gradients: after a step, a skip, or ``zero_grad``."""
-        self.has_owned = False
+        self.has_owned, self._squares = False, None
         self.touched = [False] * len(self.touched)
         self._nothing_waits()
-        if self._spare is not None:
+        if self._disk is not None:
+            self._disk.put_back()
+        if self._spare is not None or self._disk is not None:
             self._owned = None
         if self._raw is not None:
             self._around.pool.give(self._raw)
@@ -223,3 +306,9 @@ def _one_pass(view: Tensor, grad: Tensor) -> bool:
         and grad.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and grad.is_contiguous()
     )
+
+
+def _sum_squares(t: Tensor) -> float:
+    if t.device.type == "cpu":
+        return ops.sum_squares(t)
+    return float(torch.linalg.vector_norm(t, dtype=torch.float64).square())

@@ -120,7 +120,7 @@ class Hooks:
     ) -> None:
         """A call of the root module is a scope of its own."""
         self._root = unit
-        if unit is not None and unit.sharded:
+        if unit is not None and unit.transient:
             self._attach_inner(unit)
 
         def pre(_: nn.Module, args: tuple[Any, ...]) -> None:

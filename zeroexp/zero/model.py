@@ -15,6 +15,7 @@ from zeroexp import ops
 from zeroexp.comm.pool import flat_zeros
 from zeroexp.errors import ModelError
 from zeroexp.layout import Layout, ParamSpec, Segment, Unit, make_layout, make_unit
+from zeroexp.placement import leaving
 from zeroexp.zero.access import GuardedParameters, Guards, Owner, whole
 from zeroexp.zero.same_model import compare_buffers, compare_parameters
 from zeroexp.zero.segment import SegmentState, Surroundings
@@ -126,10 +127,15 @@ class ShardedModel:
 
     def _take_over(self) -> None:
         left = Counter(id(o) for owners in self._former.values() for o in owners)
-        for unit in self.layout.units:
+        leaves = self._leaving()
+        made = [
+            [self._segment(s, leaves=(u, i) in leaves) for i, s in enumerate(unit.segments)]
+            for u, unit in enumerate(self.layout.units)
+        ]
+        self._reserve([s for segments in made for s in segments])
+        for unit, ready in zip(self.layout.units, made, strict=True):
             segments = []
-            for spec in unit.segments:
-                segment = self._segment(spec)
+            for segment in ready:
                 segment.take_over(self._flat_values(segment))
                 segments.append(segment)
                 for owner in [o for p in segment.params for o in self._former.get(id(p), ())]:
@@ -159,10 +165,27 @@ class ShardedModel:
                 ).wait()
                 buffer.copy_(flat.view(buffer.shape))
 
-    def _segment(self, spec: Segment) -> SegmentState:
+    def _segment(self, spec: Segment, *, leaves: bool) -> SegmentState:
         self._num_tags += 1
         params = [self.params[s.spec.name] for s in spec.slots]
-        return SegmentState(spec, params, self.around, self._num_tags)
+        return SegmentState(spec, params, self.around, self._num_tags, leaves=leaves)
+
+    def _leaving(self) -> set[tuple[int, int]]:
+        """Unit and place in it of the segments whose optimizer state leaves the device."""
+        trained = [
+            (u, i, s)
+            for u, unit in enumerate(self.layout.units)
+            for i, s in enumerate(unit.segments)
+            if s.trainable
+        ]
+        cut = self.around.placement.optim.sharded
+        sizes = [s.shard_size if cut else s.size for _, _, s in trained]
+        chosen = leaving(sizes, self.around.fraction)
+        return {(u, i) for n, (u, i, _) in enumerate(trained) if n in chosen}
+
+    def _reserve(self, segments: Sequence[SegmentState]) -> None:
+        if self.around.disk is not None:
+            self.around.disk.reserve(segments)
 
     def _index(self, unit: UnitState) -> None:
         for segment in unit.segments:
@@ -248,15 +271,18 @@ class ShardedModel:
             for slot, p in zip(old.spec.slots, old.params, strict=True)
         ]
         old.forget()
-        parts = []
-        for spec in make_unit(old.spec.unit, specs, self.layout.shards).segments:
-            segment = self._segment(spec)
+        parts = [
+            self._segment(spec, leaves=self.around.fraction == 1.0)
+            for spec in make_unit(old.spec.unit, specs, self.layout.shards).segments
+        ]
+        self._reserve(parts)
+        for segment in parts:
+            spec = segment.spec
             values = flat.new_zeros(spec.size)
             for slot in spec.slots:
                 at = next(s for s in old.spec.slots if s.spec.name == slot.spec.name)
                 values[slot.offset : slot.stop].copy_(flat[at.offset : at.stop])
             segment.take_over(values)
-            parts.append(segment)
         return parts
 
     # -- look-up -----------------------------------------------------------------------------------
@@ -272,9 +298,9 @@ class ShardedModel:
     def master_whole(self, segment: SegmentState) -> Tensor:
         """The segment's values ``[size]`` as the optimizer sees them, on every rank
         (collective)."""
-        if not segment.has_master_copy and not segment.sharded:
+        if not segment.has_master_copy and segment.home is None:
             return segment.full
-        mine = segment.master if segment.has_master_copy else segment.shard
+        mine = segment.read_values()
         if mine.numel() == segment.spec.size:
             return mine
         out = torch.empty(segment.spec.size, dtype=mine.dtype, device=mine.device)
@@ -287,7 +313,7 @@ class ShardedModel:
     def whole_units(self, units: Sequence[UnitState], *, edit: bool = False) -> Iterator[None]:
         """``units`` are whole inside; with ``edit`` what was written is kept."""
         opened = []
-        kept = [(s, s.full.clone()) for u in units for s in u.segments if edit and not s.sharded]
+        kept = [(s, s.full.clone()) for u in units for s in u.segments if edit and not s.transient]
         for unit in units:
             if unit.life is Life.SHARDED:
                 unit.gather()

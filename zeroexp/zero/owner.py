@@ -24,7 +24,7 @@ class EngineOwner:
 
     @property
     def sharded(self) -> bool:
-        return self._unit.sharded
+        return self._unit.transient
 
     @property
     def world(self) -> World:
@@ -35,7 +35,7 @@ class EngineOwner:
 
     def touch(self) -> None:
         unit = self._unit
-        if unit.sharded and (unit.life is not Life.WHOLE or not unit.calls):
+        if unit.transient and (unit.life is not Life.WHOLE or not unit.calls):
             self._residency.visit(unit)
 
     @contextmanager

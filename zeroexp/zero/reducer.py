@@ -18,12 +18,18 @@ IN_FLIGHT = 2
 
 class Reducer:
     """The gradient side of one engine. ``before_wait`` is called before this rank waits inside a
-    backward."""
+    backward, with the unit whose reduction it waits for, ``after`` when it is over."""
 
     def __init__(
-        self, units: Sequence[UnitState], *, overlap: bool, before_wait: Callable[[], None]
+        self,
+        units: Sequence[UnitState],
+        *,
+        overlap: bool,
+        before_wait: Callable[[UnitState], None],
+        after: Callable[[UnitState], None],
     ) -> None:
         self.set_units(units)
+        self._after = after
         self._before_wait = before_wait
         self._overlap = overlap
         self._ready: set[int] = set()
@@ -92,8 +98,12 @@ class Reducer:
             self._finish_first()
 
     def _finish_first(self) -> None:
-        self._before_wait()
-        self._flying.pop(0).finish_reduction()
+        unit = self._flying.pop(0)
+        self._before_wait(unit)
+        unit.finish_reduction()
+        self._after(unit)
+        if not unit.stepped:
+            unit.park_gradients()
 
     def flush(self, units: Sequence[UnitState]) -> None:
         """Reduce ``units`` now, in the fixed order; the same units on every rank."""

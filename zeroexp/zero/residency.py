@@ -8,6 +8,7 @@ who skips a unit takes part in its gather and drops it. A unit that is needed ag
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from enum import Enum
 
@@ -16,6 +17,14 @@ import torch
 from zeroexp.zero.order import UseOrder, backward_order
 from zeroexp.zero.segment import Surroundings
 from zeroexp.zero.unit import Life, UnitState
+
+
+_FROM_DISK = 3
+"""Units ahead of the one in use whose shards come from disk (Rajbhandari et al., arXiv:2104.07857,
+section 6.2: disk for i+3, host to device for i+2, all-gather for i+1)."""
+
+_PATIENCE = 0.05
+"""Seconds to wait for a reduction before a further shard is brought from disk to be offered."""
 
 
 class Direction(Enum):
@@ -38,7 +47,7 @@ class Residency:
         prefetch: int,
         keeps: Callable[[UnitState], bool],
     ) -> None:
-        sharded = [u for u in units if u.sharded]
+        sharded = [u for u in units if u.transient]
         self.orders = {
             Direction.FORWARD: UseOrder(sharded),
             Direction.BACKWARD: UseOrder(backward_order(sharded)),
@@ -110,7 +119,7 @@ class Residency:
             return
         if not failed:
             for unit in self.orders[direction].units:
-                if id(unit) not in self._issued:
+                if id(unit) not in self._issued and unit.collective:
                     unit.gather()
                     unit.release()
         keeping = direction is Direction.FORWARD and torch.is_grad_enabled() and not failed
@@ -138,7 +147,7 @@ class Residency:
 
     def need(self, unit: UnitState) -> None:
         """Return when ``unit`` is whole, and start to gather those that follow."""
-        if not unit.sharded:
+        if not unit.transient:
             return
         if self._direction is None:
             if self._depth == 0:  # a module called on its own, outside any scope
@@ -171,9 +180,10 @@ class Residency:
         passed, self._passed = self._passed, max(at, self._passed)
         skipped = [u for u in order.units[passed:at] if id(u) not in self._issued]
         for unit in skipped:
-            unit.gather()
             self._issued.add(id(unit))
-            unit.release()
+            if unit.collective:
+                unit.gather()
+                unit.release()
         if self._ahead:
             unused = [
                 u for u in self._ahead if order.position[id(u)] < at and id(u) not in self._used
@@ -188,15 +198,27 @@ class Residency:
                 unit.gather()
                 self._issued.add(id(unit))
                 self._ahead.append(unit)
+        if self._prefetch:
+            for unit in order.units[at + 1 : at + 1 + _FROM_DISK]:
+                if id(unit) not in self._issued:
+                    unit.prefetch()
 
-    def offer_rest(self) -> None:
+    def offer_rest(self, waits_for: UnitState) -> None:
         """This rank is about to wait inside a backward for a reduction. A peer that has no gradient
         for it, because it skipped the unit, takes part only when its own backward is over: it must
         be able to gather what it still needs, or the two wait for each other for ever."""
-        if self._direction is Direction.BACKWARD:
-            for unit in self.orders[Direction.BACKWARD].units:
-                if id(unit) not in self._issued:
-                    unit.offer()
+        if self._direction is not Direction.BACKWARD:
+            return
+        for unit in self.orders[Direction.BACKWARD].units:
+            if id(unit) in self._issued:
+                continue
+            if unit.on_disk:  # one by one, and only while it takes long: all would fill the memory
+                until = time.monotonic() + _PATIENCE
+                while not waits_for.reduction_over and time.monotonic() < until:
+                    time.sleep(_PATIENCE / 50)
+                if waits_for.reduction_over:
+                    return
+            unit.offer()
 
     def visit(self, unit: UnitState) -> None:
         """A parameter is read. Outside its unit's own module the unit stays whole until the

@@ -1,29 +1,33 @@
 """One segment at run time: the tensors behind a flat range of parameters.
 
-* ``full``: every element, in the dtype that computes; permanent where parameters are replicated
-* ``shard``: this rank's slice of it
-* ``master``: what the optimizer steps: the shard (or all of ``full`` where optimizer state is
-  replicated), or a wider copy
+* ``full``: every element, in the dtype that computes; permanent where parameters are replicated on
+  the device, else filled for each use from ``home``
+* ``home``: this rank's values between uses (see :mod:`zeroexp.zero.home`)
+* ``master``: what the optimizer steps: the values themselves, or a copy of them that is wider or on
+  the optimizer's tier
 * ``grads``: see :class:`zeroexp.zero.gradient.GradientState`
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from zeroexp.comm import Pending, World
+from zeroexp.comm import DONE, Pending, World
 from zeroexp.comm.pool import BufferPool, flat_zeros
 from zeroexp.errors import ModelError
 from zeroexp.layout import Segment
 from zeroexp.ledger import Ledger
-from zeroexp.placement import StatePlacement
+from zeroexp.placement import Placement, StatePlacement, Tier
 from zeroexp.precision import Policy
 from zeroexp.zero.buffer import FlatBuffer, SparePages
+from zeroexp.zero.disk import Disk, OnDisk
 from zeroexp.zero.gradient import GradientState
+from zeroexp.zero.home import Home, MemoryHome
 from zeroexp.zero.placeholder import Placeholders
 
 _EDIT_CHUNK = 1 << 18
@@ -37,20 +41,31 @@ class Surroundings:
     world: World
     ledger: Ledger
     placement: StatePlacement
+    """Of segments whose state leaves the device as far as the configuration says."""
     policy: Policy
     pool: BufferPool
     spare: SparePages
     device: torch.device
     bucket: int
     """Largest message of one reduction in bytes (``zero.bucket``)."""
+    fraction: float = 1.0
+    """Part of the optimizer state that leaves the device (``offload.fraction``)."""
+    disk: Disk | None = None
+    """Where state on the nvme tier is kept; ``None`` when there is none."""
 
 
 class SegmentState:
     """The run-time side of one :class:`zeroexp.layout.Segment`. ``tag`` is its number, the same on
-    every rank."""
+    every rank; ``leaves``: whether its optimizer state and gradients may leave the device."""
 
     def __init__(
-        self, spec: Segment, params: Sequence[nn.Parameter], around: Surroundings, tag: int
+        self,
+        spec: Segment,
+        params: Sequence[nn.Parameter],
+        around: Surroundings,
+        tag: int,
+        *,
+        leaves: bool = True,
     ) -> None:
         self.spec = spec
         self.params = list(params)
@@ -61,7 +76,25 @@ class SegmentState:
         self.index = around.world.gather.index
         self.lo, self.hi = spec.bounds(self.index)
         self.dtype = around.policy.storage_dtype(params[0].dtype)
-        self.sharded = around.placement.params.sharded and self.dtype.is_floating_point
+        floating = self.dtype.is_floating_point
+        placement = around.placement if leaves else around.placement.kept_on_device()
+        self.placement = placement if floating else placement.whole_on_device()
+        self.cut = self.placement.params.sharded
+        """Whether this rank holds a slice of the parameters, not all of them."""
+        self.transient = self.cut or self.placement.params.tier is not Tier.DEVICE
+        """Whether ``full`` is there only while it is used."""
+        wide = around.policy.master_dtype(self.dtype)
+        self.has_master_copy = spec.trainable and (
+            wide is not None or self.placement.separates_master
+        )
+        self.master_dtype = wide or self.dtype
+        """What the optimizer steps has this dtype."""
+        self.num_stepped = spec.shard_size if self.placement.optim.sharded else spec.size
+        """Elements that this rank steps."""
+        self.on_disk: OnDisk | None = None
+        """Its records on the nvme tier, if it has any."""
+        self.home: Home | None = None
+        self._master: Tensor | None = None
         self.grads = GradientState(self)
         """Its gradients; empty unless it is trainable."""
 
@@ -71,53 +104,60 @@ class SegmentState:
         """Build all state from ``flat`` ``[size]``, the whole segment in the dtype the user built;
         point the parameters at it (or at placeholders)."""
         around, spec = self.around, self.spec
-        placement = around.placement
-        wide = around.policy.master_dtype(self.dtype) if spec.trainable else None
-        mine = flat[self.lo : self.hi] if placement.optim.sharded else flat
-        master = None
-        if wide is not None:
-            master = flat_zeros(mine.numel(), wide, around.device)
-            master.copy_(mine)
         self.buffer = FlatBuffer(spec.size, self.dtype, around.device, around.spare)
         self.full = self.buffer.tensor
         self.full.copy_(flat)
         self._whole = [self.full[s.offset : s.stop].view(s.spec.shape) for s in spec.slots]
-        if self.sharded:
-            self.shard = flat_zeros(spec.shard_size, self.dtype, around.device)
-            self.shard.copy_(self.full[self.lo : self.hi])
-            self.hold("params", self.shard)
+        if self.transient:
+            self.home = self._settle(self.full[self.lo : self.hi] if self.cut else self.full)
             self._placeholders = Placeholders(
                 [s.spec.shape for s in spec.slots], self.dtype, around.device
             )
             self.buffer.release()
         else:
-            self.shard = self.full[self.lo : self.hi]
-            self.hold("params", self.full)
+            self.hold("params", self.full.nbytes)
         self.show()
-        if master is not None:
-            self.master = master
-            self.hold("optim", master, label="master")
-        else:
-            self.master = self.shard if placement.optim.sharded else self.full
+        if self.has_master_copy:
+            self._make_master(flat[self.lo : self.hi] if self.placement.optim.sharded else flat)
         if spec.trainable:
             self.grads.allocate()
 
-    def hold(self, kind: str, tensor: Tensor, label: str = "") -> None:
-        whole = tensor.numel() == self.spec.size
-        pad = self.spec.padding if whole else self.spec.padding_in(self.index)
-        tier = getattr(self.around.placement, kind).tier
+    def _settle(self, values: Tensor) -> Home:
+        self.hold("params", values.nbytes)
+        if self.on_disk is not None and self.on_disk.params is not None:
+            self.on_disk.params.write(values)
+            return self.on_disk.params
+        resident = flat_zeros(values.numel(), self.dtype, self.around.device)
+        resident.copy_(values)
+        return MemoryHome(resident)
+
+    def _make_master(self, values: Tensor) -> None:
+        self.hold("optim", values.numel() * self.master_dtype.itemsize, label="master")
+        if self.on_disk is not None and self.on_disk.optim is not None:
+            self.on_disk.optim.write("master", values.to(self.master_dtype))
+            return
+        self._master = flat_zeros(values.numel(), self.master_dtype, self.around.device)
+        self._master.copy_(values)
+
+    def hold(self, kind: str, nbytes: int, label: str = "", *, sharded: bool | None = None) -> None:
+        """Record ``nbytes`` of ``kind`` on its tier; ``sharded`` where it is not what the placement
+        says."""
+        where: Placement = getattr(self.placement, kind)
+        cut = where.sharded if sharded is None else sharded
+        pad = self.spec.padding_in(self.index) if cut else self.spec.padding
+        elements = self.spec.shard_size if cut else self.spec.size
         self.around.ledger.hold(
             self.spec.unit,
             kind,
-            tier,
-            tensor.nbytes,
+            where.tier,
+            nbytes,
             label=self._label + label,
-            padding=pad * tensor.element_size(),
+            padding=pad * nbytes // elements if elements else 0,
         )
 
     def hold_optimizer_bytes(self, nbytes: int, padding: int) -> None:
         """Record what the optimizer allocated for this segment."""
-        tier = self.around.placement.optim.tier
+        tier = self.placement.optim.tier
         self.around.ledger.hold(
             self.spec.unit, "optim", tier, nbytes, label=self._label + "state", padding=padding
         )
@@ -131,14 +171,14 @@ class SegmentState:
             ("optim", "master"),
             ("optim", "state"),
         ):
-            tier = getattr(self.around.placement, kind).tier
+            tier = getattr(self.placement, kind).tier
             self.around.ledger.hold(self.spec.unit, kind, tier, 0, label=self._label + label)
 
     # -- parameters --------------------------------------------------------------------------------
 
     def show(self) -> None:
         """Point the parameters at what they are while nobody has gathered them."""
-        if self.sharded:
+        if self.transient:
             self.show_released()
         else:
             self.show_whole()
@@ -152,7 +192,7 @@ class SegmentState:
     def check_views(self) -> None:
         """Raise :class:`ModelError` if the user gave a replicated parameter other memory: what is
         stepped here would never reach the model."""
-        if self.sharded:
+        if self.transient:
             return
         for name, param, view in zip(self._names, self.params, self._whole, strict=True):
             if param.data_ptr() != view.data_ptr():
@@ -165,96 +205,217 @@ class SegmentState:
     def show_released(self) -> None:
         self._placeholders.show(self.params)
 
+    def prefetch(self) -> None:
+        """A gather will follow soon: bring the values from where they are at home."""
+        if self.home is not None:
+            self.home.prefetch()
+
     def gather(self) -> Pending:
-        """Start to fill ``full`` from all shards."""
+        """Start to fill ``full`` from where the values are at home."""
+        assert self.home is not None
         self._placeholders.check(self._names)
         self.buffer.acquire()
-        self.around.ledger.hold(
-            self.spec.unit,
-            "whole",
-            self.around.placement.params.tier,
-            self.buffer.nbytes,
-            label=self._label,
+        ledger = self.around.ledger
+        ledger.hold(
+            self.spec.unit, "whole", Tier.DEVICE, self.buffer.nbytes, label=self._label
         )
+        values = self.home.fetch()
+        if self.placement.params.tier is not Tier.DEVICE:
+            ledger.moved("up", values.nbytes)
+        if not self.cut:
+            self.full.copy_(values)
+            self.home.put_back()
+            return DONE
         return self.around.world.gather.all_gather(
             self.full,
-            self.shard,
+            values,
             tag=self.tag,
             what=f"all-gather of unit {self.spec.unit or 'root'}",
             stays=True,
         )
 
+    def arrived(self) -> None:
+        """The gather is over. A visitor from disk leaves memory when the peers have it, too."""
+        if self.home is not None and self.home_on_disk and self.cut:
+            self.around.world.gather.settle(self.tag)
+            self.home.put_back()
+
     def offer(self) -> None:
         """Send this rank's shard ahead of the next gather."""
-        self.around.world.gather.offer(self.shard, tag=self.tag)
+        if self.cut and self.home is not None:
+            self.around.world.gather.offer(self.home.fetch(), tag=self.tag)
 
     def release(self) -> None:
-        """Free ``full``; the shards keep the values."""
+        """Free ``full``; the values are at home."""
         self.show_released()
         self.buffer.release()
-        self.around.ledger.hold(
-            self.spec.unit, "whole", self.around.placement.params.tier, 0, label=self._label
+        self.around.ledger.hold(self.spec.unit, "whole", Tier.DEVICE, 0, label=self._label)
+
+    # -- what the optimizer steps ------------------------------------------------------------------
+
+    @property
+    def master(self) -> Tensor | None:
+        """What the optimizer steps ``[num_stepped]``; ``None`` where it is on disk."""
+        if self.has_master_copy:
+            return self._master
+        values = self.full if self.home is None else self.home.resident
+        return None if values is None else self._stepped_part(values)
+
+    def read_values(self) -> Tensor:
+        """This rank's part of the values in their full width, in memory, only to be read."""
+        if self.has_master_copy:
+            if self.master is not None:
+                return self.master
+            assert self.on_disk is not None and self.on_disk.optim is not None
+            return self.on_disk.optim.read("master")
+        if self.home is None:
+            return self.full
+        values = self.home.fetch()
+        if self.home_on_disk:
+            values = values.clone()
+            self.home.put_back()
+        return values
+
+    def _stepped_part(self, values: Tensor) -> Tensor:
+        """The part of ``full`` or ``home`` that mirrors ``master``."""
+        partly = values.numel() > self.num_stepped
+        return values[self.lo : self.hi] if partly else values
+
+    @property
+    def home_on_disk(self) -> bool:
+        """Whether the values are on disk between uses."""
+        return self.home is not None and self.home.resident is None
+
+    @property
+    def needs_pieces(self) -> bool:
+        """Whether it is stepped in pieces, as it comes from disk."""
+        return self.home_on_disk or (self.has_master_copy and self._master is None)
+
+    def count_transfers(self) -> None:
+        """Record what one step moves between the tiers, gathers and reductions apart."""
+        where, moved = self.placement, self.around.ledger.moved
+        values = self.num_stepped * self.dtype.itemsize
+        if where.optim.tier is Tier.DEVICE:
+            if where.params.tier is not Tier.DEVICE:
+                moved("down", values)
+            return
+        if not where.grads.sharded:
+            moved("down", self.num_stepped * self.grads.dtype.itemsize)
+        if where.params.tier is Tier.DEVICE:
+            moved("up", values)
+
+    @property
+    def publishes(self) -> bool:
+        """Whether the ranks step slices of values that each of them holds whole."""
+        return self.placement.optim.sharded and not self.cut
+
+    def publish(self) -> Pending:
+        """Start to collect the slices that the ranks have stepped."""
+        values = self.full if self.home is None else self.home.resident
+        assert values is not None
+        return self._publish(values)
+
+    def _publish(self, values: Tensor) -> Pending:
+        return self.around.world.gather.all_gather(
+            values,
+            values[self.lo : self.hi],
+            tag=self.tag,
+            what=f"all-gather of the new parameters of unit {self.spec.unit or 'root'}",
         )
 
+    @contextmanager
+    def updating(self, *, keeps: bool) -> Iterator[Tensor]:
+        """The values that mirror ``master`` ``[num_stepped]``, in the dtype that computes, to be
+        replaced; ``keeps``: only a part of them.
+
+        What comes from disk is published, too, and back on disk when the context ends; for what
+        stays in memory :meth:`publish` follows.
+        """
+        if self.home is None:
+            yield self._stepped_part(self.full)
+            return
+        with self.home.updating(keeps=keeps) as values:
+            yield self._stepped_part(values)
+            if self.home_on_disk and self.publishes:
+                self._publish(values).wait()
+
+    def begin_update(self) -> Tensor:
+        """As :meth:`updating`, for all values of a slice, until :meth:`end_update`."""
+        assert self.home is not None and self.cut
+        return self.home.take()
+
+    def end_update(self) -> None:
+        """The new values are at home."""
+        assert self.home is not None
+        self.home.keep()
+
+    # -- edits -------------------------------------------------------------------------------------
+
     def write_back(self) -> None:
-        """Make what is in ``full`` (edited while whole) the truth: shard and master follow."""
-        if self.sharded:
+        """Make what is in ``full`` (edited while whole) the truth: home and master follow."""
+        if self.home is not None:
             self.around.world.gather.settle()
-            self.shard.copy_(self.full[self.lo : self.hi])
-        self.refresh_master()
+            self.home.write(self.full[self.lo : self.hi] if self.cut else self.full)
+        self._refresh_master()
 
     def adopt_edits(self) -> None:
         """Take over what the user wrote into replicated narrow parameters since the last step: the
-        wider master copy would undo it."""
-        if not self.sharded:
-            self.refresh_master()
+        master copy would undo it."""
+        if not self.transient and self.master is not None:
+            self._refresh_master()
 
     @torch.no_grad()
-    def refresh_master(self) -> None:
-        """Take the master copy from the narrow parameters, where they were edited: an element that
-        still is the rounded master keeps its full width."""
+    def _refresh_master(self) -> None:
         if not self.has_master_copy:
             return
-        for start in range(0, self.master.numel(), _EDIT_CHUNK):
-            master = self.master[start : start + _EDIT_CHUNK]
-            low = self.stepped[start : start + _EDIT_CHUNK]
-            rounded = master.to(low.dtype)
-            # Bits, not values, and four at a time where they lie so: nearly three times as fast.
-            aligned = low.numel() % 4 == 0 and low.storage_offset() % 4 == 0
-            word = torch.int64 if aligned else torch.int16
-            if not torch.equal(rounded.view(word), low.view(word)):
-                same = rounded.view(torch.int16) == low.view(torch.int16)
-                master.copy_(torch.where(same, master, low.to(master.dtype)))
+        low = self._stepped_part(self.full)
+        if self.master is not None:
+            adopt(self.master, low)
+            return
+        assert self.on_disk is not None and self.on_disk.optim is not None
+        optim = self.on_disk.optim
+        for index, (start, stop) in enumerate(optim.chunks):
+            if adopt(optim.open(index)["master"], low[start:stop]):
+                optim.keep(index)
+            else:
+                optim.drop(index)
 
     @torch.no_grad()
     def assign(self, flat: Tensor) -> None:
         """Set all values from ``flat`` ``[size]``, the same on every rank; the master copy keeps
         its full width."""
-        if not self.sharded or self.buffer.held:
+        if not self.transient or self.buffer.held:
             self.full.copy_(flat)
-        if self.sharded:
+        if self.home is not None:
             self.around.world.gather.settle()
-            self.shard.copy_(flat[self.lo : self.hi])
+            self.home.write((flat[self.lo : self.hi] if self.cut else flat).to(self.dtype))
         if self.has_master_copy:
-            cut = self.around.placement.optim.sharded
-            self.master.copy_(flat[self.lo : self.hi] if cut else flat)
+            values = flat[self.lo : self.hi] if self.placement.optim.sharded else flat
+            if self.master is not None:
+                self.master.copy_(values)
+                return
+            assert self.on_disk is not None and self.on_disk.optim is not None
+            self.on_disk.optim.write("master", values.to(self.master_dtype))
 
-    @property
-    def has_master_copy(self) -> bool:
-        return self.spec.trainable and self.around.policy.master_dtype(self.dtype) is not None
 
-    @property
-    def stepped(self) -> Tensor:
-        """The compute-dtype tensor that mirrors ``master``: the shard, or ``full`` where state is
-        replicated."""
-        return self.shard if self.around.placement.optim.sharded else self.full
+@torch.no_grad()
+def adopt(master: Tensor, low: Tensor) -> bool:
+    """Take the master copy from the narrow parameters, where they were edited: an element that
+    still is the rounded master keeps its full width. Returns whether anything changed."""
+    changed = False
+    for start in range(0, master.numel(), _EDIT_CHUNK):
+        wide = master[start : start + _EDIT_CHUNK]
+        part = low[start : start + _EDIT_CHUNK]
+        rounded = wide.to(part.dtype)
+        # Bits, not values, and as wide as they lie: nearly three times as fast.
+        aligned = part.nbytes % 8 == 0 and part.storage_offset() * part.element_size() % 8 == 0
+        narrow = _BITS[part.element_size()]
+        word = torch.int64 if aligned else narrow
+        if not torch.equal(rounded.view(word), part.view(word)):
+            same = rounded.view(narrow) == part.view(narrow)
+            wide.copy_(torch.where(same, wide, part.to(wide.dtype)))
+            changed = True
+    return changed
 
-    def publish(self) -> Pending:
-        """Where parameters are replicated but stepped in slices: start to collect the new values in
-        ``full``."""
-        return self.around.world.gather.all_gather(
-            self.full,
-            self.shard,
-            tag=self.tag,
-            what=f"all-gather of the new parameters of unit {self.spec.unit or 'root'}",
-        )
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,16 +15,9 @@ from zeroexp.errors import OptimizerError
 from zeroexp.optim.elementwise import is_elementwise
 from zeroexp.optim.face import Face
 from zeroexp.optim.history import History, Run, per_element
+from zeroexp.zero.passes import FusesPasses, fused, give_gradient
+from zeroexp.zero.pieces import PieceStep
 from zeroexp.zero.segment import SegmentState, Surroundings
-
-
-@runtime_checkable
-class FusesPasses(Protocol):
-    """An optimizer that scales gradients as it reads them, in whatever dtype they are, and writes a
-    low-precision copy as it writes."""
-
-    grad_scale: float
-    copy_out: dict[Tensor, Tensor]
 
 
 def _refuse_closures(optimizer: Optimizer) -> None:
@@ -70,6 +64,8 @@ class Stepper:
         self._sizes = self._group_sizes()
         self.histories: dict[int, History] = {}
         self._accounted: dict[int, list[int]] = {}
+        self._pieces: PieceStep | None = None
+        self._stepped: set[int] = set()
         self.adopt(segments)
 
     def adopt(self, segments: Sequence[SegmentState]) -> None:
@@ -82,9 +78,20 @@ class Stepper:
 
     def reset_history(self, segment: SegmentState) -> None:
         """All parameters of ``segment`` share one history again."""
-        around = self._around
-        index = around.world.gather.index if around.placement.optim.sharded else None
-        self.histories[segment.tag] = History(segment.spec, segment.master, index, whole=self.whole)
+        index = segment.index if segment.placement.optim.sharded else None
+        master = segment.master
+        if master is None:  # on disk: a stand-in without memory is what its history is known by
+            master = torch.empty(segment.num_stepped, dtype=segment.master_dtype, device="meta")
+        self.histories[segment.tag] = History(segment.spec, master, index, whole=self.whole)
+
+    def _check_groups(self) -> None:
+        if self._group_sizes() != self._sizes:
+            raise OptimizerError(
+                f"the groups of the optimizer changed since the engine was built (from "
+                f"{self._sizes} to {self._group_sizes()} parameters): after add_param_group() the "
+                "new parameters have no gradients here. Build the engine with all groups and "
+                "freeze parameters with requires_grad_(False) until they are needed."
+            )
 
     def _group_sizes(self) -> list[int]:
         return [len(group["params"]) for group in self.optimizer.param_groups]
@@ -93,72 +100,129 @@ class Stepper:
     def optimizer(self) -> Optimizer:
         return self.face.optimizer
 
+    # -- step --------------------------------------------------------------------------------------
+
     @torch.no_grad()
     def step(self, touched: Mapping[int, Sequence[bool]], scale: float) -> None:
         """Step what has gradients; they are multiplied by ``scale`` first. ``touched`` is per
         segment tag and slot."""
-        if self._group_sizes() != self._sizes:
-            raise OptimizerError(
-                f"the groups of the optimizer changed since the engine was built (from "
-                f"{self._sizes} to {self._group_sizes()} parameters): after add_param_group() the "
-                "new parameters have no gradients here. Build the engine with all groups and "
-                "freeze parameters with requires_grad_(False) until they are needed."
-            )
+        self._check_groups()
         around = self._around
         around.world.gather.settle()
         active = [s for s in self.segments if any(touched[s.tag])]
-        for segment in active:
+        rest = [s for s in active if s.tag not in self._stepped]
+        for segment in rest:
             segment.check_views()
             segment.adopt_edits()
+            self.histories[segment.tag].split(touched[segment.tag], self.face.state)
         if not around.placement.optim.sharded:
-            for pending in [s.grads.spread() for s in active]:
+            for pending in [s.grads.spread() for s in rest]:
                 pending.wait()
-        optimizer = self.optimizer
-        fuses = isinstance(optimizer, FusesPasses)
-        groups: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
-        copies: dict[Tensor, Tensor] = {}
-        stepped: list[tuple[SegmentState, Run]] = []
-        for segment in active:
-            history = self.histories[segment.tag]
-            history.split(touched[segment.tag], self.face.state)
-            gradient = segment.grads.stepped
-            if scale != 1.0 and not fuses:
-                gradient.mul_(scale)
-            for run in history.runs:
-                if not history.present(run, touched[segment.tag]):
-                    continue
-                grad = gradient[run.start : run.stop].view(run.tensor.shape)
-                if fuses and hasattr(run.tensor, "grad_dtype"):  # torch 2.10
-                    run.tensor.grad_dtype = None
-                    run.tensor.grad = grad
-                else:
-                    run.tensor.grad = grad.to(run.tensor.dtype)
-                groups[segment.spec.group - self._first_group].append(run.tensor)
-                stepped.append((segment, run))
-                if segment.has_master_copy:
-                    copies[run.tensor] = segment.stepped[run.start : run.stop].view(
-                        run.tensor.shape
-                    )
-        if isinstance(optimizer, FusesPasses):
-            optimizer.grad_scale, optimizer.copy_out = scale, copies
-        try:
-            self.face.step(groups)
-        finally:
-            for _, run in stepped:
-                run.tensor.grad = None
-            if isinstance(optimizer, FusesPasses):
-                optimizer.grad_scale, optimizer.copy_out = 1.0, {}
-        if not fuses:
-            for master, low in copies.items():
-                low.copy_(master)
-        if not around.placement.params.sharded and around.placement.optim.sharded:
-            for pending in [s.publish() for s in active]:
-                pending.wait()
+        in_pieces = self._pieces is not None or any(s.needs_pieces for s in rest)
+        if in_pieces:
+            self._step_in_pieces(rest, touched, scale)
+        else:
+            self._step_at_once(rest, touched, scale)
+        for pending in [s.publish() for s in active if s.publishes and not s.home_on_disk]:
+            pending.wait()
         # A graph made before this step must not be used after it; ``.data`` hides the change.
         torch.autograd.graph.increment_version([p for s in active for p in s.params])
         for segment in active:
+            segment.count_transfers()
             if self._entries_of(segment) != self._accounted.get(segment.tag):
                 self.account(segment)
+
+    def _present(self, segment: SegmentState, touched: Mapping[int, Sequence[bool]]) -> list[Run]:
+        """The runs of ``segment`` that are stepped."""
+        history = self.histories[segment.tag]
+        return [r for r in history.runs if history.present(r, touched[segment.tag])]
+
+    def _step_at_once(
+        self,
+        segments: Sequence[SegmentState],
+        touched: Mapping[int, Sequence[bool]],
+        scale: float,
+    ) -> None:
+        """In one call of the optimizer."""
+        optimizer = self.optimizer
+        groups: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
+        tensors: list[Tensor] = []
+        copies: dict[Tensor, Tensor] = {}
+        with ExitStack() as stack:
+            for segment in segments:
+                runs = self._present(segment, touched)
+                gradient = stack.enter_context(segment.grads.stepped())
+                values = stack.enter_context(segment.updating(keeps=True))
+                if scale != 1.0 and not isinstance(optimizer, FusesPasses):
+                    gradient.mul_(scale)
+                for run in runs:
+                    shape = run.tensor.shape
+                    give_gradient(
+                        optimizer, run.tensor, gradient[run.start : run.stop].view(shape)
+                    )
+                    groups[segment.spec.group - self._first_group].append(run.tensor)
+                    tensors.append(run.tensor)
+                    if segment.has_master_copy:
+                        copies[run.tensor] = values[run.start : run.stop].view(shape)
+            with fused(optimizer, scale, copies):
+                try:
+                    self.face.step(groups)
+                finally:
+                    for tensor in tensors:
+                        tensor.grad = None
+
+    def _step_in_pieces(
+        self,
+        segments: Sequence[SegmentState],
+        touched: Mapping[int, Sequence[bool]],
+        scale: float,
+    ) -> None:
+        """As state and parameters come from disk and go back to it."""
+        pieces = self._begin_pieces(scale)
+        work = [(s, self._present(s, touched)) for s in segments]
+        for segment, runs in work:
+            pieces.announce(segment, runs)
+        for segment, runs in work:
+            partly = sum(r.stop - r.start for r in runs) < segment.num_stepped
+            with (
+                segment.grads.stepped() as gradient,
+                segment.updating(keeps=partly) as values,
+            ):
+                pieces.step(segment, runs, gradient, values)
+        pieces.finish()
+        self._pieces, self._stepped = None, set()
+
+    def _begin_pieces(self, scale: float) -> PieceStep:
+        if self._pieces is None:
+            self._check_groups()
+            self._pieces = PieceStep(self.face, scale, self._first_group)
+        elif self._pieces.outdated:
+            raise OptimizerError(
+                "a hyperparameter of the optimizer was changed between backward and step, but a "
+                "part of the step was made during backward with the old one. Change it before "
+                "backward, or set offload.step_in_backward=false."
+            )
+        return self._pieces
+
+    # -- in backward -------------------------------------------------------------------------------
+
+    @property
+    def begun(self) -> bool:
+        """Whether a part of the step is made already."""
+        return self._pieces is not None
+
+    def step_ahead(self, segment: SegmentState, values: Tensor) -> Callable[[], None]:
+        """Take ``segment``, whose parameters all have their reduced gradients, out of the step to
+        come; the returned function steps it on any thread and writes into ``values``."""
+        pieces = self._begin_pieces(1.0)
+        self.histories[segment.tag].split([True] * len(segment.params), self.face.state)
+        runs = self._runs(segment)
+        gradient = segment.grads.owned
+        pieces.announce(segment, runs)
+        self._stepped.add(segment.tag)
+        return lambda: pieces.step(segment, runs, gradient, values)
+
+    # -- account -----------------------------------------------------------------------------------
 
     def account(self, segment: SegmentState) -> None:
         """Record the state bytes the optimizer holds for ``segment`` now."""
@@ -166,7 +230,7 @@ class Stepper:
         used = [
             (p.shard_start, p.shard_start + p.numel) for p in segment.spec.pieces(segment.index)
         ]
-        if not self._around.placement.optim.sharded:
+        if not segment.placement.optim.sharded:
             used = [(s.offset, s.stop) for s in segment.spec.slots]
         for run in self.histories[segment.tag].runs:
             mine = sum(max(0, min(run.stop, b) - max(run.start, a)) for a, b in used)
@@ -182,6 +246,31 @@ class Stepper:
         state = self.face.state
         return [len(state.get(r.tensor, ())) for r in self.histories[segment.tag].runs]
 
+    # -- state, for checkpoints --------------------------------------------------------------------
+
     def entries(self, segment: SegmentState) -> list[tuple[Run, dict[str, Any]]]:
-        """Runs of ``segment`` with their optimizer state."""
-        return [(r, self.face.state.get(r.tensor, {})) for r in self.histories[segment.tag].runs]
+        """Runs of ``segment`` with their optimizer state, what is on disk read from there."""
+        found = [(r, dict(self.face.state.get(r.tensor, {}))) for r in self._runs(segment)]
+        disk = segment.on_disk.optim if segment.on_disk is not None else None
+        names = {k for run, state in found for k, v in state.items() if per_element(v, run)}
+        for name in names if disk is not None else ():
+            assert disk is not None
+            column = disk.read(name)
+            for run, state in found:
+                if name in state:
+                    state[name] = column[run.start : run.stop].view(run.tensor.shape)
+        return found
+
+    def put(self, segment: SegmentState, run: Run, entry: dict[str, Any]) -> None:
+        """Give ``run`` the state ``entry``."""
+        disk = segment.on_disk.optim if segment.on_disk is not None else None
+        state = self.face.state[run.tensor]
+        for name, value in entry.items():
+            if disk is None or not per_element(value, run):
+                state[name] = value
+                continue
+            disk.write(name, value.reshape(-1), run.start)
+            state[name] = torch.empty_like(value, device="meta")
+
+    def _runs(self, segment: SegmentState) -> list[Run]:
+        return self.histories[segment.tag].runs

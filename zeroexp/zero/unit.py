@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from enum import Enum
 
 from torch import Tensor, nn
 
 from zeroexp.comm import Pending
 from zeroexp.errors import CollectiveTimeout, ModelError
-from zeroexp.zero.gradient import GradientState
+from zeroexp.zero.gradient import GradientState, Reduction
 from zeroexp.zero.segment import SegmentState
 
 
@@ -55,19 +55,21 @@ class UnitState:
         """Forward calls that run now, the innermost last."""
         self.open: set[Call] = set()
         """Calls whose backward runs now."""
+        self.stepped = False
+        """Whether its step was made in the backward, ahead of the boundary."""
         self._frozen = False
         self._gathers = 0
         self._expected = 0
         self._seen: set[int] = set()
         self._pending: list[Pending] = []
-        self._finish: list[Callable[[], None]] = []
+        self._reductions: list[Reduction] = []
         self.set_segments(segments)
-        self.life = Life.SHARDED if self._sharded else Life.WHOLE
+        self.life = Life.SHARDED if self._transient else Life.WHOLE
 
     def set_segments(self, segments: list[SegmentState]) -> None:
         """Replace the segments; their parameters must be released (or replicated)."""
         self.segments = segments
-        self._sharded = [s for s in segments if s.sharded]
+        self._transient = [s for s in segments if s.transient]
         self._trainable = [s for s in segments if s.spec.trainable]
 
     @property
@@ -75,9 +77,10 @@ class UnitState:
         return self.name or "root"
 
     @property
-    def sharded(self) -> bool:
-        """Whether this unit has anything to gather."""
-        return bool(self._sharded)
+    def transient(self) -> bool:
+        """Whether this unit has anything to gather: parameters that are whole only while they are
+        used."""
+        return bool(self._transient)
 
     @property
     def trains(self) -> bool:
@@ -95,19 +98,44 @@ class UnitState:
                 f"expected {' or '.join(str(a.value) for a in allowed)}"
             )
 
+    def _refuse_stepped(self, what: str) -> None:
+        if self.stepped:
+            raise ModelError(
+                f"unit {self.label} on rank {self.rank} was stepped in backward, as soon as its "
+                f"gradients were complete, and {what} before the step of the engine. Set "
+                "offload.step_in_backward=false."
+            )
+
     # -- parameters --------------------------------------------------------------------------------
+
+    @property
+    def collective(self) -> bool:
+        """Whether a gather needs the other ranks."""
+        return any(s.cut for s in self._transient)
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether parameters come from a disk, and take memory until they are back there."""
+        return any(s.home_on_disk for s in self._transient)
+
+    def prefetch(self) -> None:
+        """A gather will follow soon."""
+        if self.life is Life.SHARDED:
+            for segment in self._transient:
+                segment.prefetch()
 
     def gather(self) -> None:
         """Start to make the parameters whole."""
         self._expect(Life.SHARDED, of=self.life, action="start a gather")
+        self._refuse_stepped("its parameters are needed again")
         self._gathers += 1
-        self._pending = [s.gather() for s in self._sharded]
+        self._pending = [s.gather() for s in self._transient]
         self.life = Life.GATHERING
 
     def offer(self) -> None:
         """Let peers gather this unit before this rank does."""
         if self.life is Life.SHARDED:
-            for segment in self._sharded:
+            for segment in self._transient:
                 segment.offer()
 
     def wait(self) -> None:
@@ -124,16 +152,17 @@ class UnitState:
                 "unit."
             ) from error
         self._pending = []
-        for segment in self._sharded:
+        for segment in self._transient:
+            segment.arrived()
             segment.show_whole()
         self.life = Life.WHOLE
 
     def release(self) -> None:
         """Free the whole parameters; the shards stay."""
-        if not self._sharded or self.life is Life.SHARDED:
+        if not self._transient or self.life is Life.SHARDED:
             return
         self.wait()
-        for segment in self._sharded:
+        for segment in self._transient:
             segment.release()
         self.life = Life.SHARDED
 
@@ -149,6 +178,7 @@ class UnitState:
 
     def accept(self, grads: GradientState, slot: int, param: Tensor, grad: Tensor) -> None:
         """The gradient of ``param`` arrived."""
+        self._refuse_stepped("another gradient arrives for it")
         grads.accept(slot, grad)
         self._seen.add(id(param))
 
@@ -166,15 +196,25 @@ class UnitState:
     def reduce(self) -> None:
         """Start to bring the gradients to their owners."""
         self._expect(Flow.ACCUMULATING, Flow.OWNED, of=self.flow, action="start a reduction")
-        self._finish = [s.grads.reduce() for s in self._trainable]
+        self._reductions = [s.grads.reduce() for s in self._trainable]
         self.flow = Flow.REDUCING
+
+    @property
+    def reduction_over(self) -> bool:
+        """Whether :meth:`finish_reduction` would not wait."""
+        return all(reduction.over for reduction in self._reductions)
 
     def finish_reduction(self) -> None:
         self._expect(Flow.REDUCING, of=self.flow, action="finish a reduction")
-        for finish in self._finish:
-            finish()
-        self._finish = []
+        for reduction in self._reductions:
+            reduction.finish()
+        self._reductions = []
         self.flow = Flow.OWNED
+
+    def park_gradients(self) -> None:
+        """Nobody needs the reduced gradients before the next reduction or step."""
+        for segment in self._trainable:
+            segment.grads.park()
 
     @property
     def pending_window(self) -> bool:

@@ -1,0 +1,113 @@
+"""Steps a unit inside the backward in which its gradients become complete, beside the rest of it.
+
+Only where nothing must be known of all gradients first. What is stepped is then released, and
+nobody may use it before the step is over.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from zeroexp.comm import World
+from zeroexp.errors import ModelError
+from zeroexp.precision import Policy
+from zeroexp.zero.segment import SegmentState
+from zeroexp.zero.stepper import Stepper
+from zeroexp.zero.unit import Life, UnitState
+from zeroexp.zero.window import Window
+
+_BESIDE = 2
+"""Segments whose gradients may wait for the thread that steps; more would fill the memory."""
+
+OFF = "Set offload.step_in_backward=false."
+
+
+@dataclass
+class _Job:
+    segment: SegmentState
+    future: Future[None]
+
+
+class EarlyStep:
+    """The part of ``stepper``'s step that is made in backward."""
+
+    def __init__(self, stepper: Stepper, window: Window, world: World, policy: Policy) -> None:
+        self._stepper = stepper
+        self._window = window
+        self._world = world
+        self._applies_all = policy.nonfinite == "apply"
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zeroexp-step")
+        self._jobs: list[_Job] = []
+        self._units: list[UnitState] = []
+        self._active = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether parts of the step are made, and it must be brought to an end."""
+        return bool(self._units)
+
+    def refuse(self, what: str) -> None:
+        """Raise :class:`ModelError` if ``what`` comes between a backward and its step, when a part
+        of the step is made already."""
+        if self._units:
+            raise ModelError(
+                f"{what} between backward and step, but unit {self._units[0].label} was stepped in "
+                f"backward as soon as its gradients were complete. {OFF}"
+            )
+
+    def begin(self) -> None:
+        """A backward begins."""
+        self.refuse("another backward came")
+        self._active = self._window.complete
+
+    def reduced(self, unit: UnitState) -> None:
+        """The gradients of ``unit`` are with their owners: step it, if it is done with."""
+        if not (self._active and self._ready(unit)):
+            return
+        self._units.append(unit)
+        unit.stepped = True
+        for segment in unit.trainable_segments:
+            # Peers may still be fetching the shard that is about to change.
+            self._world.gather.settle(segment.tag)
+            while len(self._jobs) >= _BESIDE:
+                self._end_first()
+            job = self._stepper.step_ahead(segment, segment.begin_update())
+            self._jobs.append(_Job(segment, self._thread.submit(job)))
+
+    def _ready(self, unit: UnitState) -> bool:
+        segments = unit.trainable_segments
+        return (
+            unit.life is Life.SHARDED
+            and unit.pins == 0
+            and unit.done_with_gradients
+            and all(all(s.grads.touched) for s in segments)
+            and (self._applies_all or self._finite(segments))
+        )
+
+    def _finite(self, segments: list[SegmentState]) -> bool:
+        return self._window.loss_finite and all(s.grads.finite for s in segments)
+
+    def _end_first(self) -> None:
+        job = self._jobs.pop(0)
+        job.future.result()
+        job.segment.end_update()
+        job.segment.grads.discard()
+
+    def wait(self) -> None:
+        """Return when all that was begun is stepped."""
+        while self._jobs:
+            self._end_first()
+
+    def end(self) -> None:
+        """The step is over."""
+        self.wait()
+        for unit in self._units:
+            unit.stepped = False
+        self._units = []
+        self._active = False
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
+
