@@ -53,7 +53,7 @@ class ScratchFolder:
     """``parent/zeroexp-swap-<unique>-<name>``, of this process, removed with all in it at the end.
 
     ``parent`` is made where it is missing; what dead processes left there is removed first, which
-    ``swept`` lists as (path, bytes of its files) and the log says. Ends with :meth:`close`,
+    ``swept`` lists as (path, bytes of its files) and the log says (INFO). Ends with :meth:`close`,
     ``with``, the last reference, or the process. Nothing is followed out of the folder, and nothing
     of another user is touched. Raises ConfigError that names ``offload.nvme.dir``, ValueError for a
     name that is not letters, digits, ``.``, ``_`` and ``-``.
@@ -190,32 +190,32 @@ def _sweep(parent_fd: int) -> Iterator[tuple[str, int]]:
         except OSError as error:
             _LOG.warning("%s may be left by a dead process and stays: %s", folder, error)
             continue
-        if size is not None:
+        if size:  # without a byte it may have been a start, which makes another folder
             yield folder, size
 
 
-def _remove(parent_fd: int, folder: str) -> int | None:
-    """Removes a folder whose lock nobody holds: bytes of its files; None where it stays."""
+def _remove(parent_fd: int, folder: str) -> int:
+    """Removes a folder whose lock nobody holds: bytes of its files."""
     if not _is_mine(os.stat(folder, dir_fd=parent_fd, follow_symlinks=False)):
-        return None  # before it is opened: other users' folders are no reason for a warning
+        return 0  # before it is opened: other users' folders are no reason for a warning
     with _folder(parent_fd, folder) as folder_fd:
         if not _is_mine(os.fstat(folder_fd)):
-            return None
+            return 0
         try:
             flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             lock_fd = os.open(_LOCK, flags, dir_fd=folder_fd)
         except FileNotFoundError:
-            # Killed before it had a lock or after it gave it up: empty. Otherwise it has its lock by
-            # now, or somebody else took the lock away and nobody can tell whether its owner lives.
+            # Killed before it had a lock or after it gave it up: empty. Else it has one by now, or
+            # somebody took the lock away, and nobody can tell whether its owner lives.
             try:
                 os.rmdir(folder, dir_fd=parent_fd)
             except OSError:
                 if not os.access(_LOCK, os.F_OK, dir_fd=folder_fd):
                     raise
-            return None
+            return 0
         try:
             if os.fstat(lock_fd).st_uid != os.geteuid() or not _locked(folder_fd, lock_fd):
-                return None
+                return 0
             size = _empty(folder_fd)
             _take_away(parent_fd, folder, folder_fd)
             return size
