@@ -100,5 +100,32 @@ class FileError(ZeroexpError, OSError):
         return str(self.strerror)
 
 
+class SwapError(ZeroexpError):
+    """A record of a swap file is not what was written there: it never reaches a weight.
+
+    ``path``, ``record`` (its number), ``offset`` and ``num_bytes`` (in the file) say where;
+    ``expected`` and ``found`` are checksums.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str = "",
+        record: int = 0,
+        offset: int = 0,
+        num_bytes: int = 0,
+        expected: int = 0,
+        found: int = 0,
+    ) -> None:
+        super().__init__(message)
+        self.path = path
+        self.record = record
+        self.offset = offset
+        self.num_bytes = num_bytes
+        self.expected = expected
+        self.found = found
+
+
 class CheckpointError(ZeroexpError):
     """A checkpoint is missing, incomplete, or does not fit the model."""

@@ -53,7 +53,8 @@ void bind(py::module_& module) {
       .def_readonly("offset", &Outcome::offset)
       .def_readonly("wanted", &Outcome::wanted)
       .def_readonly("done", &Outcome::done)
-      .def_readonly("free", &Outcome::free);
+      .def_readonly("free", &Outcome::free)
+      .def_readonly("ended", &Outcome::ended);
 
   py::class_<FileFacts>(module, "FileFacts")
       .def_readonly("size", &FileFacts::size)

@@ -21,6 +21,7 @@ struct Outcome {
   std::uint64_t wanted = 0;  // bytes of the whole request
   std::uint64_t done = 0;    // bytes of it that were transferred
   std::int64_t free = -1;    // bytes free in the file system at that moment; -1: unknown
+  double ended = 0;          // when the request was over: seconds of the steady clock
 };
 
 enum class Access { read, write, create };

@@ -15,6 +15,8 @@ namespace {
 constexpr unsigned kMaxTries = 1000;
 constexpr unsigned kTriesAtOnce = 16;
 
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
 std::uint64_t round_down(std::uint64_t value, std::uint64_t to) { return value / to * to; }
 
 void stage(Slot& slot, std::size_t block_size) {
@@ -54,6 +56,7 @@ std::uint64_t RequestQueue::submit(std::shared_ptr<File> file, bool write, char*
       request->cut = bytes;
     }
     if (request->cut == bytes) {
+      request->outcome.ended = now();
       request->over = true;
     } else {
       waiting_.push_back(std::move(request));
@@ -194,6 +197,7 @@ void RequestQueue::finish(Slot& slot) {
 
 void RequestQueue::settle(const std::shared_ptr<Request>& request) {
   if (request->cut < request->bytes || request->pieces_out != 0) return;
+  request->outcome.ended = now();
   request->over = true;
   ended_.notify_all();
 }

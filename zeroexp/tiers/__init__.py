@@ -1,10 +1,27 @@
-"""Where bytes live when they are not on the device: for now, files and the engine that moves them.
+"""Where bytes live when they are not on the device: files, and the engine that moves them.
 
-:class:`FileEngine` transfers between host memory and files in the background.
+:class:`FileEngine` transfers between host memory and files in the background. :class:`SwapFile`
+keeps records in such a file and passes them through the slots of a :class:`Ring`;
+:class:`ScratchFolder` is where such files lie, :class:`Traffic` counts what they move.
 """
 
 from __future__ import annotations
 
 from zeroexp.tiers.file import EngineStatus, File, FileEngine, Transfer
+from zeroexp.tiers.ring import Ring
+from zeroexp.tiers.scratch import ScratchFolder
+from zeroexp.tiers.swap_file import Pending, SwapFile
+from zeroexp.tiers.traffic import Moved, Traffic
 
-__all__ = ["EngineStatus", "File", "FileEngine", "Transfer"]
+__all__ = [
+    "EngineStatus",
+    "File",
+    "FileEngine",
+    "Moved",
+    "Pending",
+    "Ring",
+    "ScratchFolder",
+    "SwapFile",
+    "Traffic",
+    "Transfer",
+]

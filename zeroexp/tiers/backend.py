@@ -15,10 +15,10 @@ _BLOCK, _LARGEST_BLOCK, _MOST = 4096, 1 << 30, 4096
 
 
 class Outcome(Protocol):
-    """What became of an open or a transfer; all but ``error`` in bytes.
+    """What became of an open or a transfer, in bytes.
 
     ``error`` is 0, an errno, or -1 where the file ends before the bytes wanted; ``free`` is -1
-    where it is unknown.
+    where it is unknown; ``ended`` is when a transfer was over, in seconds of time.monotonic().
     """
 
     @property
@@ -31,6 +31,8 @@ class Outcome(Protocol):
     def done(self) -> int: ...
     @property
     def free(self) -> int: ...
+    @property
+    def ended(self) -> float: ...
 
 
 class Facts(Protocol):

@@ -293,6 +293,12 @@ class Transfer:
         self._path = str(file.path)
         self._over = False
         self._error: FileError | None = None
+        self._ended = 0.0
+
+    @property
+    def ended(self) -> float:
+        """When it was over (seconds of time.monotonic()); 0 until it was waited for."""
+        return self._ended
 
     @property
     def over(self) -> bool:
@@ -305,6 +311,7 @@ class Transfer:
         if not self._over:
             outcome = self._engine._backend.wait(self._ticket)
             self._over = True
+            self._ended = outcome.ended
             if outcome.error:
                 what = self._what.format(wanted=outcome.wanted)
                 self._error = _failed(f"{what} of {self._path} failed", self._path, outcome)

@@ -32,6 +32,7 @@ class FileOutcome:
     wanted: int = 0
     done: int = 0
     free: int = -1
+    ended: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class _Request:
             at, tries = at + moved, 0
         with self.lock:
             self.outcome.done += at - start
+            self.outcome.ended = time.monotonic()
 
     def _call(self, at: int, end: int) -> int:
         part = self.memory[at:end]
@@ -162,7 +164,7 @@ class PythonPool:
         # An empty tensor has no address.
         raw = (ctypes.c_char * num_bytes).from_address(address) if num_bytes else b""
         memory = memoryview(raw).cast("B")
-        outcome = FileOutcome(wanted=num_bytes)
+        outcome = FileOutcome(wanted=num_bytes, ended=time.monotonic())
         request = _Request(self._files[file], write, memory, offset, outcome)
         for start in range(0, num_bytes, self._block_size):
             end = min(start + self._block_size, num_bytes)
