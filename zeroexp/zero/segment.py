@@ -15,19 +15,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from zeroexp import ops
 from zeroexp.comm import Pending, World
 from zeroexp.comm.pool import BufferPool, flat_zeros
 from zeroexp.errors import ModelError
 from zeroexp.layout import Segment
 from zeroexp.ledger import Ledger
+from zeroexp.ops.edits import adopt_edits_in_torch
 from zeroexp.placement import StatePlacement
 from zeroexp.precision import Policy
 from zeroexp.zero.buffer import FlatBuffer, SparePages
 from zeroexp.zero.gradient import GradientState
 from zeroexp.zero.placeholder import Placeholders
-
-_EDIT_CHUNK = 1 << 18
-"""Elements compared at a time, so that the rounded copy stays in cache."""
 
 
 @dataclass(frozen=True)
@@ -215,16 +214,10 @@ class SegmentState:
         still is the rounded master keeps its full width."""
         if not self.has_master_copy:
             return
-        for start in range(0, self.master.numel(), _EDIT_CHUNK):
-            master = self.master[start : start + _EDIT_CHUNK]
-            low = self.stepped[start : start + _EDIT_CHUNK]
-            rounded = master.to(low.dtype)
-            # Bits, not values, and four at a time where they lie so: nearly three times as fast.
-            aligned = low.numel() % 4 == 0 and low.storage_offset() % 4 == 0
-            word = torch.int64 if aligned else torch.int16
-            if not torch.equal(rounded.view(word), low.view(word)):
-                same = rounded.view(torch.int16) == low.view(torch.int16)
-                master.copy_(torch.where(same, master, low.to(master.dtype)))
+        if self.master.device.type == "cpu":
+            ops.adopt_edits(self.master, self.stepped)
+        else:
+            adopt_edits_in_torch(self.master, self.stepped)
 
     @torch.no_grad()
     def assign(self, flat: Tensor) -> None:
