@@ -8,9 +8,10 @@
 namespace zeroexp {
 namespace {
 
-// The sum over lanes of 8 bytes of x ^ (x >> 32), where x is (lane ^ key) * kMixFirst; each lane's key is kMixStep above
-// the one before. The sum is modulo 2^64, so its order is free, and compilers make whole vectors of the plain loop: one
-// load, one product and five cheap operations each (AVX-512 DQ has the product; AVX2 takes three of 32 bits for it).
+// The sum over lanes of 8 bytes of x ^ (x >> 32), where x is (lane ^ key) * kMixFirst; each lane's key is kMixStep
+// above the one before. The sum is modulo 2^64, so its order is free, and compilers make whole vectors of the plain
+// loop: one load, one product and five cheap operations each (AVX-512 DQ has the product; AVX2 takes three of 32 bits
+// for it).
 std::uint64_t mix_lanes(const void* data, std::size_t num_lanes, std::uint64_t key) {
   const unsigned char* const from = static_cast<const unsigned char*>(data);
   std::uint64_t sum = 0;
