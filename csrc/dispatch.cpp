@@ -1,6 +1,7 @@
 #include "dispatch.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <stdexcept>
 
@@ -15,7 +16,7 @@ namespace {
 constexpr std::size_t kMinPerThread = 32768;
 // Parts start at multiples of this many elements: whole cache lines of 16-bit copies, whole vectors everywhere.
 constexpr std::size_t kAlign = 64;
-// sum_squares adds blocks of this fixed size, so that its rounding does not depend on the threads.
+// Sums of squares are added in blocks of this fixed size, so that their rounding does not depend on the threads.
 constexpr std::size_t kSumBlock = 65536;
 
 template <class F>
@@ -42,8 +43,27 @@ void run_step(StepFn<Args> kernel, const Args& args, std::size_t size, int threa
   parallel(size, threads, [&](std::size_t begin, std::size_t end) { kernel(args, begin, end); });
 }
 
-// Row or column of a step's table: gradients are f32, bf16 or f16, copies none, bf16 or f16.
-int index_of(Type type) { return type == Type::none ? 0 : static_cast<int>(type); }
+// The sum of `run` over blocks of fixed size, added in their order.
+template <class F>
+double sum_blocks(std::size_t size, int threads, F run) {
+  const std::size_t blocks = (size + kSumBlock - 1) / kSumBlock;
+  std::vector<double> partial(blocks);
+  const std::int64_t count = static_cast<std::int64_t>(blocks);
+  const int team = std::max(1, std::min(threads, static_cast<int>(std::min<std::size_t>(blocks, 1024))));
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static) num_threads(team) if (team > 1)
+#endif
+  for (std::int64_t k = 0; k < count; ++k) {
+    const std::size_t begin = static_cast<std::size_t>(k) * kSumBlock;
+    partial[static_cast<std::size_t>(k)] = run(begin, std::min(begin + kSumBlock, size));
+  }
+  static_cast<void>(team);
+  double total = 0;
+  for (const double value : partial) total += value;
+  return total;
+}
+
+int index_of(Type type) { return static_cast<int>(type); }
 
 #ifdef ZEROEXP_X86
 bool has_f16c() {
@@ -85,21 +105,21 @@ const KernelTable& table_for(const std::string& isa) {
 
 void run_adam(const KernelTable& table, const AdamArgs& args, std::size_t size, Type grad, Type copy, bool l2,
               int threads) {
-  run_step(table.adam[index_of(grad)][index_of(copy)][l2 ? 1 : 0], args, size, threads);
+  run_step(table.adam[index_of(grad)][copy_index(copy)][l2 ? 1 : 0], args, size, threads);
 }
 
 void run_sgd(const KernelTable& table, const SgdArgs& args, std::size_t size, Type grad, Type copy, int threads) {
   const bool momentum = args.momentum_buffer != nullptr;
-  run_step(table.sgd[index_of(grad)][index_of(copy)][momentum ? 1 : 0], args, size, threads);
+  run_step(table.sgd[index_of(grad)][copy_index(copy)][momentum ? 1 : 0], args, size, threads);
 }
 
 void run_adagrad(const KernelTable& table, const AdagradArgs& args, std::size_t size, Type grad, Type copy,
                  int threads) {
-  run_step(table.adagrad[index_of(grad)][index_of(copy)], args, size, threads);
+  run_step(table.adagrad[index_of(grad)][copy_index(copy)], args, size, threads);
 }
 
 void run_lion(const KernelTable& table, const LionArgs& args, std::size_t size, Type grad, Type copy, int threads) {
-  run_step(table.lion[index_of(grad)][index_of(copy)], args, size, threads);
+  run_step(table.lion[index_of(grad)][copy_index(copy)], args, size, threads);
 }
 
 void run_adam_traffic(const KernelTable& table, const AdamArgs& args, std::size_t size, int threads) {
@@ -107,34 +127,37 @@ void run_adam_traffic(const KernelTable& table, const AdamArgs& args, std::size_
 }
 
 double run_sum_squares(const KernelTable& table, const void* data, std::size_t size, Type type, int threads) {
-  const SumSquaresFn kernel = table.sum_squares[static_cast<int>(type)];
-  const std::size_t blocks = (size + kSumBlock - 1) / kSumBlock;
-  std::vector<double> partial(blocks);
-  const std::int64_t count = static_cast<std::int64_t>(blocks);
-  const int team = std::max(1, std::min(threads, static_cast<int>(std::min<std::size_t>(blocks, 1024))));
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static) num_threads(team) if (team > 1)
-#endif
-  for (std::int64_t k = 0; k < count; ++k) {
-    const std::size_t begin = static_cast<std::size_t>(k) * kSumBlock;
-    partial[static_cast<std::size_t>(k)] = kernel(data, begin, std::min(begin + kSumBlock, size));
-  }
-  static_cast<void>(team);
-  double total = 0;
-  for (const double value : partial) total += value;
-  return total;
+  const SumSquaresFn kernel = table.sum_squares[index_of(type)];
+  return sum_blocks(size, threads, [&](std::size_t begin, std::size_t end) { return kernel(data, begin, end); });
+}
+
+double run_scale_cast(const KernelTable& table, void* out, const void* part, float scale, std::size_t size,
+                      Type part_type, Type out_type, int threads) {
+  const ScaleCastFn kernel = table.scale_cast[index_of(part_type)][index_of(out_type)];
+  return sum_blocks(size, threads,
+                    [&](std::size_t begin, std::size_t end) { return kernel(out, part, scale, begin, end); });
+}
+
+bool run_adopt_edits(const KernelTable& table, float* master, const void* low, std::size_t size, Type low_type,
+                     int threads) {
+  const AdoptEditsFn kernel = table.adopt_edits[index_of(low_type)];
+  std::atomic<bool> changed{false};
+  parallel(size, threads, [&](std::size_t begin, std::size_t end) {
+    if (kernel(master, low, begin, end)) changed.store(true, std::memory_order_relaxed);
+  });
+  return changed.load();
 }
 
 void run_sum_into(const KernelTable& table, void* out, const std::vector<const void*>& parts, std::size_t size,
                   Type type, int threads) {
-  const SumIntoFn kernel = table.sum_into[static_cast<int>(type)];
+  const SumIntoFn kernel = table.sum_into[index_of(type)];
   parallel(size, threads,
            [&](std::size_t begin, std::size_t end) { kernel(out, parts.data(), parts.size(), begin, end); });
 }
 
 void run_divide_into(const KernelTable& table, float* out, const void* part, float divisor, std::size_t size, Type type,
                      bool add, int threads) {
-  const DivideIntoFn kernel = table.divide_into[static_cast<int>(type)][add ? 1 : 0];
+  const DivideIntoFn kernel = table.divide_into[index_of(type)][add ? 1 : 0];
   parallel(size, threads, [&](std::size_t begin, std::size_t end) { kernel(out, part, divisor, begin, end); });
 }
 

@@ -28,5 +28,11 @@ void run_sum_into(const KernelTable& table, void* out, const std::vector<const v
                   Type type, int threads);
 void run_divide_into(const KernelTable& table, float* out, const void* part, float divisor, std::size_t size, Type type,
                      bool add, int threads);
+// out = part * scale; returns the sum of squares of out, as run_sum_squares would.
+double run_scale_cast(const KernelTable& table, void* out, const void* part, float scale, std::size_t size,
+                      Type part_type, Type out_type, int threads);
+// master = low where low is not the rounded master; returns whether there was any such element.
+bool run_adopt_edits(const KernelTable& table, float* master, const void* low, std::size_t size, Type low_type,
+                     int threads);
 
 }  // namespace zeroexp

@@ -11,6 +11,7 @@
 #include "dispatch.hpp"
 #include "host_range.hpp"
 #include "io/bind.hpp"
+#include "io/checksum.hpp"
 
 namespace py = pybind11;
 
@@ -40,9 +41,7 @@ struct StepTypes {
 StepTypes step_types(const std::string& grad, const std::string& copy) {
   const StepTypes types{type_named(grad), type_named(copy)};
   if (types.grad > Type::f16) throw std::invalid_argument("no optimizer kernel for gradients of " + grad);
-  if (types.copy == Type::f32 || types.copy == Type::f64) {
-    throw std::invalid_argument("no optimizer kernel for a copy of " + copy);
-  }
+  if (types.copy == Type::f64) throw std::invalid_argument("no optimizer kernel for a copy of " + copy);
   return types;
 }
 
@@ -66,7 +65,7 @@ class Kernels {
                         at<float>(exp_avg),
                         at<float>(exp_avg_sq),
                         at<const void>(grad),
-                        at<std::uint16_t>(copy),
+                        at<void>(copy),
                         static_cast<float>(grad_scale),
                         static_cast<float>(decay),
                         static_cast<float>(weight_decay),
@@ -88,7 +87,7 @@ class Kernels {
     const SgdArgs args{at<float>(param),
                        at<float>(momentum_buffer),
                        at<const void>(grad),
-                       at<std::uint16_t>(copy),
+                       at<void>(copy),
                        static_cast<float>(grad_scale),
                        static_cast<float>(weight_decay),
                        static_cast<float>(momentum),
@@ -107,7 +106,7 @@ class Kernels {
     const AdagradArgs args{at<float>(param),
                            at<float>(sum),
                            at<const void>(grad),
-                           at<std::uint16_t>(copy),
+                           at<void>(copy),
                            static_cast<float>(grad_scale),
                            static_cast<float>(weight_decay),
                            static_cast<float>(eps),
@@ -123,7 +122,7 @@ class Kernels {
     const LionArgs args{at<float>(param),
                         at<float>(exp_avg),
                         at<const void>(grad),
-                        at<std::uint16_t>(copy),
+                        at<void>(copy),
                         static_cast<float>(grad_scale),
                         static_cast<float>(decay),
                         static_cast<float>(beta1),
@@ -174,6 +173,30 @@ class Kernels {
                              threads);
   }
 
+  double scale_cast(std::uintptr_t out, std::uintptr_t part, double scale, std::size_t size,
+                    const std::string& part_type, const std::string& out_type, int threads) const {
+    const Type from = type_named(part_type), to = type_named(out_type);
+    if (from > Type::f16 || to > Type::f16) {
+      throw std::invalid_argument("no scale_cast kernel from " + part_type + " to " + out_type);
+    }
+    py::gil_scoped_release unlocked;
+    return zeroexp::run_scale_cast(table_, at<void>(out), at<const void>(part), static_cast<float>(scale), size, from,
+                                   to, threads);
+  }
+
+  bool adopt_edits(std::uintptr_t master, std::uintptr_t low, std::size_t size, const std::string& low_type,
+                   int threads) const {
+    const Type kind = type_named(low_type);
+    if (kind > Type::f16) throw std::invalid_argument("no adopt_edits kernel for values of " + low_type);
+    py::gil_scoped_release unlocked;
+    return zeroexp::run_adopt_edits(table_, at<float>(master), at<const void>(low), size, kind, threads);
+  }
+
+  std::uint64_t checksum(std::uintptr_t address, std::size_t num_bytes, std::uint64_t seed) const {
+    py::gil_scoped_release unlocked;
+    return zeroexp::io::checksum(table_, at<const void>(address), num_bytes, seed);
+  }
+
  private:
   const KernelTable& table_;
 };
@@ -211,7 +234,12 @@ PYBIND11_MODULE(_C, module) {
       .def("sum_into", &Kernels::sum_into, py::kw_only(), py::arg("out"), py::arg("parts"), py::arg("size"),
            py::arg("type"), py::arg("threads"))
       .def("divide_into", &Kernels::divide_into, py::kw_only(), py::arg("out"), py::arg("part"), py::arg("divisor"),
-           py::arg("size"), py::arg("type"), py::arg("add"), py::arg("threads"));
+           py::arg("size"), py::arg("type"), py::arg("add"), py::arg("threads"))
+      .def("scale_cast", &Kernels::scale_cast, py::kw_only(), py::arg("out"), py::arg("part"), py::arg("scale"),
+           py::arg("size"), py::arg("part_type"), py::arg("out_type"), py::arg("threads"))
+      .def("adopt_edits", &Kernels::adopt_edits, py::kw_only(), py::arg("master"), py::arg("low"), py::arg("size"),
+           py::arg("low_type"), py::arg("threads"))
+      .def("checksum", &Kernels::checksum, py::kw_only(), py::arg("address"), py::arg("num_bytes"), py::arg("seed"));
 
   py::class_<zeroexp::HostRange>(module, "HostRange", py::buffer_protocol())
       .def(py::init<std::size_t>(), py::arg("num_bytes"))

@@ -97,6 +97,21 @@ class Kernels:
     def divide_into(
         self, *, out: int, part: int, divisor: float, size: int, type: str, add: bool, threads: int
     ) -> None: ...
+    def scale_cast(
+        self,
+        *,
+        out: int,
+        part: int,
+        scale: float,
+        size: int,
+        part_type: str,
+        out_type: str,
+        threads: int,
+    ) -> float: ...
+    def adopt_edits(
+        self, *, master: int, low: int, size: int, low_type: str, threads: int
+    ) -> bool: ...
+    def checksum(self, *, address: int, num_bytes: int, seed: int) -> int: ...
 
 class FileOutcome:
     @property
@@ -136,8 +151,6 @@ class FileEngine:
     def over(self, ticket: int) -> bool: ...
     def wait(self, ticket: int) -> FileOutcome: ...
     def shut_down(self) -> None: ...
-
-def checksum(*, address: int, num_bytes: int, seed: int) -> int: ...
 
 class HostRange(Buffer):
     def __init__(self, num_bytes: int) -> None: ...

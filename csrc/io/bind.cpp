@@ -9,7 +9,6 @@
 #include <string>
 #include <tuple>
 
-#include "io/checksum.hpp"
 #include "io/engine.hpp"
 
 namespace py = pybind11;
@@ -83,14 +82,6 @@ void bind(py::module_& module) {
       .def("shut_down", &FileEngine::shut_down, py::call_guard<py::gil_scoped_release>())
       .def("over", &FileEngine::over, py::arg("ticket"))
       .def("wait", &wait, py::arg("ticket"));
-
-  module.def(
-      "checksum",
-      [](std::uintptr_t address, std::size_t num_bytes, std::uint64_t seed) {
-        return checksum(reinterpret_cast<const void*>(address), num_bytes, seed);
-      },
-      py::kw_only(), py::arg("address"), py::arg("num_bytes"), py::arg("seed"),
-      py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace zeroexp::io

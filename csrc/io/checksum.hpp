@@ -8,8 +8,12 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "dispatch.hpp"
+
 namespace zeroexp::io {
 
+// By the kernels of one instruction set, or of the fastest one; all give the same sum.
+std::uint64_t checksum(const KernelTable& table, const void* data, std::size_t bytes, std::uint64_t seed);
 std::uint64_t checksum(const void* data, std::size_t bytes, std::uint64_t seed);
 
 }  // namespace zeroexp::io

@@ -1,4 +1,4 @@
-// Elements of every type, read as float lanes. Needs a Vec (vec_*.hpp) before it.
+// Elements of every type, read and written as float lanes. Needs a Vec (vec_*.hpp) before it.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -9,7 +9,7 @@
 namespace zeroexp {
 namespace {
 
-// How an element of Type T lies in memory and is read as float lanes.
+// How an element of Type T lies in memory.
 template <Type T>
 struct Element {
   using Raw = std::uint16_t;
@@ -27,6 +27,18 @@ inline Vec read(const typename Element<T>::Raw* p) {
     return Vec::load_bf16(p);
   } else {
     return Vec::load_f16(p);
+  }
+}
+
+// Rounded to nearest, ties to even.
+template <Type T>
+inline void write(Vec x, typename Element<T>::Raw* p) {
+  if constexpr (T == Type::f32) {
+    x.store(p);
+  } else if constexpr (T == Type::bf16) {
+    x.store_bf16(p);
+  } else {
+    x.store_f16(p);
   }
 }
 

@@ -3,8 +3,11 @@
 // a function compiled here for AVX must never be the one the linker keeps for all.
 #include "adagrad.inl"
 #include "adam.inl"
+#include "edits.inl"
+#include "lanes.inl"
 #include "lion.inl"
 #include "sgd.inl"
+#include "squares.inl"
 #include "sums.inl"
 #include "table.hpp"
 
@@ -14,7 +17,7 @@ namespace {
 template <Type G, Type C>
 void fill_steps(KernelTable& t) {
   constexpr int grad = static_cast<int>(G);
-  constexpr int copy = C == Type::none ? 0 : static_cast<int>(C);
+  constexpr int copy = copy_index(C);
   t.adam[grad][copy][0] = adam<G, C, false>;
   t.adam[grad][copy][1] = adam<G, C, true>;
   t.sgd[grad][copy][0] = sgd<G, C, false>;
@@ -25,21 +28,28 @@ void fill_steps(KernelTable& t) {
 
 template <Type T>
 void fill(KernelTable& t) {
+  constexpr int index = static_cast<int>(T);
   if constexpr (T != Type::f64) {
     fill_steps<T, Type::none>(t);
+    fill_steps<T, Type::f32>(t);
     fill_steps<T, Type::bf16>(t);
     fill_steps<T, Type::f16>(t);
-    t.divide_into[static_cast<int>(T)][0] = divide_into<T, false>;
-    t.divide_into[static_cast<int>(T)][1] = divide_into<T, true>;
+    t.divide_into[index][0] = divide_into<T, false>;
+    t.divide_into[index][1] = divide_into<T, true>;
+    t.scale_cast[index][static_cast<int>(Type::f32)] = scale_cast<T, Type::f32>;
+    t.scale_cast[index][static_cast<int>(Type::bf16)] = scale_cast<T, Type::bf16>;
+    t.scale_cast[index][static_cast<int>(Type::f16)] = scale_cast<T, Type::f16>;
+    t.adopt_edits[index] = adopt_edits<T>;
   }
-  t.sum_squares[static_cast<int>(T)] = sum_squares<T>;
-  t.sum_into[static_cast<int>(T)] = sum_into<T>;
+  t.sum_squares[index] = sum_squares<T>;
+  t.sum_into[index] = sum_into<T>;
 }
 
 KernelTable make_table(const char* name) {
   KernelTable t{};
   t.name = name;
   t.adam_traffic = adam_traffic;
+  t.mix_lanes = mix_lanes;
   fill<Type::f32>(t);
   fill<Type::bf16>(t);
   fill<Type::f16>(t);

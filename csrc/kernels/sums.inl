@@ -1,4 +1,4 @@
-// Sums: the squares of one array, several arrays element by element, a quotient into an array.
+// Sums element by element: of several arrays, and of a quotient into an array.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -7,40 +7,6 @@
 
 namespace zeroexp {
 namespace {
-
-// Sum of squares in fp64. Lane j takes elements j, j + 16, ...; lanes are added pairwise. The square of a float is
-// exact in double, so fused and separate multiply-add agree and every instruction set gives the same bits.
-template <Type T>
-double sum_squares(const void* data, std::size_t begin, std::size_t end) {
-  constexpr std::size_t kWide = 16;
-  double lane[kWide] = {};
-  std::size_t i = begin;
-  if constexpr (T == Type::f64) {
-    const double* const x = static_cast<const double*>(data);
-    for (; i + kWide <= end; i += kWide) {
-      for (std::size_t j = 0; j < kWide; ++j) lane[j] += x[i + j] * x[i + j];
-    }
-    for (std::size_t j = 0; i + j < end; ++j) lane[j] += x[i + j] * x[i + j];
-  } else {
-    using Raw = typename Element<T>::Raw;
-    const Raw* const x = static_cast<const Raw*>(data);
-    float wide[kWide];
-    const auto add = [&](const Raw* from) {
-      for (std::size_t j = 0; j < kWide; j += Vec::kLanes) read<T>(from + j).store(wide + j);
-      for (std::size_t j = 0; j < kWide; ++j) lane[j] += static_cast<double>(wide[j]) * wide[j];
-    };
-    for (; i + kWide <= end; i += kWide) add(x + i);
-    if (i < end) {
-      Raw padded[kWide] = {};
-      std::memcpy(padded, x + i, (end - i) * sizeof(Raw));
-      add(padded);
-    }
-  }
-  for (std::size_t half = kWide / 2; half > 0; half /= 2) {
-    for (std::size_t j = 0; j < half; ++j) lane[j] += lane[j + half];
-  }
-  return lane[0];
-}
 
 // out = ((parts[0] + parts[1]) + parts[2]) + ..., a block at a time so that out stays in the cache between parts.
 // out may be one of the parts: a block of every part is read before the block of out is written.

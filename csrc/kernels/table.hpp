@@ -6,21 +6,24 @@
 
 namespace zeroexp {
 
-// Element type of a gradient or of a low-precision copy. The numbers are shared with module.cpp only.
+// Element type of a gradient or of a copy. The numbers are shared with module.cpp only.
 enum class Type : int { f32 = 0, bf16 = 1, f16 = 2, f64 = 3, none = 4 };
 constexpr int kNumGradTypes = 3;  // f32, bf16, f16
-constexpr int kNumCopyTypes = 3;  // none, bf16, f16
+constexpr int kNumCopyTypes = 4;  // f32, bf16, f16, none
+
+// The column of a step's table.
+constexpr int copy_index(Type copy) { return copy == Type::none ? kNumCopyTypes - 1 : static_cast<int>(copy); }
 
 // One AdamW or Adam step over flat arrays. The scalars are already rounded to the precision they are used in.
 struct AdamArgs {
   float* param;
   float* exp_avg;
   float* exp_avg_sq;
-  const void* grad;     // grad_type elements
-  std::uint16_t* copy;  // low-precision copy of the new parameter, or nullptr
-  float grad_scale;     // the gradient is multiplied by this first
-  float decay;          // 1 - lr * weight_decay (decoupled), else 1
-  float l2;             // weight_decay (added to the gradient), else 0
+  const void* grad;  // grad_type elements
+  void* copy;        // copy_type elements: receives the new parameter; nullptr without a copy
+  float grad_scale;  // the gradient is multiplied by this first
+  float decay;       // 1 - lr * weight_decay (decoupled), else 1
+  float l2;          // weight_decay (added to the gradient), else 0
   float one_minus_beta1;
   float beta2;
   float one_minus_beta2;
@@ -34,7 +37,7 @@ struct SgdArgs {
   float* param;
   float* momentum_buffer;  // nullptr without momentum
   const void* grad;
-  std::uint16_t* copy;
+  void* copy;
   float grad_scale;
   float l2;
   float momentum;
@@ -48,7 +51,7 @@ struct AdagradArgs {
   float* param;
   float* sum;
   const void* grad;
-  std::uint16_t* copy;
+  void* copy;
   float grad_scale;
   float l2;
   float eps;
@@ -59,7 +62,7 @@ struct LionArgs {
   float* param;
   float* exp_avg;
   const void* grad;
-  std::uint16_t* copy;
+  void* copy;
   float grad_scale;
   float decay;  // 1 - lr * weight_decay
   float beta1;
@@ -77,6 +80,15 @@ using SumIntoFn = void (*)(void* out, const void* const* parts, std::size_t num_
                            std::size_t end);
 
 using DivideIntoFn = void (*)(float* out, const void* part, float divisor, std::size_t begin, std::size_t end);
+using ScaleCastFn = double (*)(void* out, const void* part, float scale, std::size_t begin, std::size_t end);
+using AdoptEditsFn = bool (*)(float* master, const void* low, std::size_t begin, std::size_t end);
+using MixLanesFn = std::uint64_t (*)(const void* data, std::size_t num_lanes, std::uint64_t key);
+
+// The checksum's constants: the golden ratio's increment and the multipliers of SplitMix64 (Steele, Lea and Flood,
+// OOPSLA 2014).
+constexpr std::uint64_t kMixStep = 0x9E3779B97F4A7C15u;
+constexpr std::uint64_t kMixFirst = 0xBF58476D1CE4E5B9u;
+constexpr std::uint64_t kMixSecond = 0x94D049BB133111EBu;
 
 struct KernelTable {
   const char* name;
@@ -91,6 +103,9 @@ struct KernelTable {
   SumIntoFn sum_into[4];        // by Type of the parts; out is f64 for f64, else f32
   // [type of the part][added to what is there?]
   DivideIntoFn divide_into[kNumGradTypes][2];
+  ScaleCastFn scale_cast[3][3];  // [type of the part][type of out]
+  AdoptEditsFn adopt_edits[3];   // by Type of the narrow values
+  MixLanesFn mix_lanes;          // see io/checksum.hpp
 };
 
 const KernelTable& baseline_table();

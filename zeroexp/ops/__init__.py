@@ -10,7 +10,9 @@ from __future__ import annotations
 from zeroexp.ops.adagrad import adagrad_
 from zeroexp.ops.adamw import adamw_
 from zeroexp.ops.allocator import return_freed_memory
+from zeroexp.ops.casts import scale_cast
 from zeroexp.ops.checksums import checksum
+from zeroexp.ops.edits import adopt_edits
 from zeroexp.ops.host_range import HostRange, host_zeros
 from zeroexp.ops.lion import lion_
 from zeroexp.ops.native import OpsStatus, status
@@ -22,11 +24,13 @@ __all__ = [
     "OpsStatus",
     "adagrad_",
     "adamw_",
+    "adopt_edits",
     "checksum",
     "divide_into",
     "host_zeros",
     "lion_",
     "return_freed_memory",
+    "scale_cast",
     "sgd_",
     "status",
     "sum_into",

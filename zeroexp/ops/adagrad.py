@@ -1,4 +1,4 @@
-"""Adagrad on flat CPU tensors, with an optional low-precision copy in the same pass."""
+"""Adagrad on flat CPU tensors, with an optional copy in the same pass."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def adagrad_(
 
     ``p``, ``total``: fp32, the parameter and the sum of its squared gradients. ``g``: fp32, bf16 or
     fp16; it is multiplied by ``grad_scale`` in fp32, then ``weight_decay * p`` is added. ``step``
-    counts from 1; the learning rate is ``lr / (1 + (step - 1) * lr_decay)``. ``copy_out``: bf16 or
-    fp16, receives the new parameter, rounded to nearest even. All are dense contiguous CPU tensors
-    with the same number of elements.
+    counts from 1; the learning rate is ``lr / (1 + (step - 1) * lr_decay)``. ``copy_out``: fp32,
+    bf16 or fp16, receives the new parameter, rounded to nearest even. All are dense contiguous CPU
+    tensors with the same number of elements and memory of their own.
 
     Kernels of every instruction set give the same bits, for any number of threads, any size and any
     cut of a tensor into pieces: the sum is that of torch's foreach optimizer on a CPU with FMA, the

@@ -1,4 +1,4 @@
-"""AdamW and Adam on flat CPU tensors, with an optional low-precision copy in the same pass."""
+"""AdamW and Adam on flat CPU tensors, with an optional copy in the same pass."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def adamw_(
     """One AdamW step in place (Loshchilov and Hutter, arXiv:1711.05101; torch.optim.AdamW's order).
 
     ``p``, ``m``, ``v``: fp32, the parameter and its first and second moment. ``g``: fp32, bf16 or
-    fp16; it is multiplied by ``grad_scale`` in fp32 first. ``copy_out``: bf16 or fp16, receives the
-    new parameter, rounded to nearest even. All are dense contiguous CPU tensors with the same
-    number of elements. ``step`` counts from 1. ``decoupled=False`` adds ``weight_decay * p`` to the
-    gradient instead (torch.optim.Adam).
+    fp16; it is multiplied by ``grad_scale`` in fp32 first. ``copy_out``: fp32, bf16 or fp16,
+    receives the new parameter, rounded to nearest even. All are dense contiguous CPU tensors with
+    the same number of elements and memory of their own. ``step`` counts from 1. ``decoupled=False``
+    adds ``weight_decay * p`` to the gradient instead (torch.optim.Adam).
 
     Kernels of every instruction set give the same bits, for any number of threads, any size and any
     cut of a tensor into pieces: the moments are those of torch's foreach optimizer on a CPU with

@@ -15,8 +15,8 @@ TYPE_NAMES = {
     torch.float64: "float64",
 }
 _STATE_TYPES = (torch.float32,)
-_GRAD_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-_COPY_TYPES = (torch.bfloat16, torch.float16)
+FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What gradients, parameters and copies may be."""
 
 
 def check_flat(
@@ -68,8 +68,8 @@ def check_step(
 ) -> int:
     """The number of elements of an optimizer step; raises unless its tensors go together.
 
-    ``p`` and ``state`` (by argument name) are fp32, ``g`` fp32, bf16 or fp16, ``copy_out`` bf16 or
-    fp16; all have the size of ``p`` and memory of their own. TypeError and ValueError as in
+    ``p`` and ``state`` (by argument name) are fp32, ``g`` and ``copy_out`` fp32, bf16 or fp16; all
+    have the size of ``p`` and memory of their own. TypeError and ValueError as in
     :func:`check_flat` and :func:`check_apart`.
     """
     size = p.numel()
@@ -78,10 +78,10 @@ def check_step(
     for name, tensor in state.items():
         check_flat(op, name, tensor, _STATE_TYPES, size)
         tensors[name] = tensor
-    check_flat(op, "g", g, _GRAD_TYPES, size)
+    check_flat(op, "g", g, FLOAT_TYPES, size)
     tensors["g"] = g
     if copy_out is not None:
-        check_flat(op, "copy_out", copy_out, _COPY_TYPES, size)
+        check_flat(op, "copy_out", copy_out, FLOAT_TYPES, size)
         tensors["copy_out"] = copy_out
     check_apart(op, tensors)
     return size

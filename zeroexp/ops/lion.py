@@ -1,4 +1,4 @@
-"""Lion on flat CPU tensors, with an optional low-precision copy in the same pass."""
+"""Lion on flat CPU tensors, with an optional copy in the same pass."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def lion_(
     """One Lion step in place (Chen et al., arXiv:2302.06675, algorithm 2).
 
     ``p``, ``m``: fp32, the parameter and its momentum. ``g``: fp32, bf16 or fp16; it is multiplied
-    by ``grad_scale`` in fp32 first. ``copy_out``: bf16 or fp16, receives the new parameter, rounded
-    to nearest even. All are dense contiguous CPU tensors with the same number of elements.
+    by ``grad_scale`` in fp32 first. ``copy_out``: fp32, bf16 or fp16, receives the new parameter,
+    rounded to nearest even. All are dense contiguous CPU tensors with the same number of elements
+    and memory of their own.
 
     Where the update has no sign because it is not a number, the parameter becomes NaN
     (``torch.sign`` gives 0 there, which would freeze it without a word).

@@ -76,7 +76,7 @@ def select(wanted: str) -> Native:
     kernels = _C.Kernels(wanted)
     reason = f"ZEROEXP_ISA={wanted}" if wanted else f"the fastest of {', '.join(available)}"
     status = OpsStatus(True, kernels.isa, reason)
-    return Native(kernels, _C.HostRange, status, _C.FileEngine, _C.checksum)
+    return Native(kernels, _C.HostRange, status, _C.FileEngine, kernels.checksum)
 
 
 @functools.cache

@@ -1,5 +1,5 @@
-"""Stochastic gradient descent on flat CPU tensors, with momentum and a low-precision copy in the
-same pass."""
+"""Stochastic gradient descent on flat CPU tensors, with momentum and a copy in the same
+pass."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def sgd_(
     ``p``: fp32. ``buffer``: fp32, the momentum; None without one. ``g``: fp32, bf16 or fp16; it is
     multiplied by ``grad_scale`` in fp32, then ``weight_decay * p`` is added. ``first`` starts
     ``buffer`` as that gradient, without dampening; what it held is not looked at. ``copy_out``:
-    bf16 or fp16, receives the new parameter, rounded to nearest even. All are dense contiguous CPU
-    tensors with the same number of elements.
+    fp32, bf16 or fp16, receives the new parameter, rounded to nearest even. All are dense
+    contiguous CPU tensors with the same number of elements and memory of their own.
 
     Kernels of every instruction set give the same bits, for any number of threads, any size and any
     cut of a tensor into pieces: those of torch's foreach optimizer on a CPU with FMA. Autograd does

@@ -16,7 +16,7 @@ class OnePass(Optimizer):
 
     Gradients may be fp32, bf16 or fp16. Two attributes let an engine save passes over memory:
     ``grad_scale`` multiplies gradients as they are read, and ``copy_out`` maps a stepped tensor to
-    a low-precision one that receives the new values in the same pass.
+    another (fp32, bf16 or fp16) that receives the new values in the same pass.
     """
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:

@@ -100,9 +100,7 @@ _ITS_OWN = frozenset(
 
 
 def _copied(group: dict[str, Any]) -> dict[str, Any]:
-    return {
-        k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"
-    }
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
 
 
 def _same(a: Any, b: Any) -> bool:

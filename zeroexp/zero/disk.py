@@ -111,7 +111,9 @@ class DiskState:
         for chunk, (first, last) in enumerate(self.chunks):
             lo, hi = max(first, start), min(last, end)
             if lo < hi:
-                self.open(chunk)[name][lo - first : hi - first].copy_(values[lo - start : hi - start])
+                self.open(chunk)[name][lo - first : hi - first].copy_(
+                    values[lo - start : hi - start]
+                )
                 self.keep(chunk)
 
 

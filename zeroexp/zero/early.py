@@ -110,4 +110,3 @@ class EarlyStep:
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown()
-

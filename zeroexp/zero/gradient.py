@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 class Reduction:
     """A reduction in flight, in pieces of ``zero.bucket``: two at a time."""
 
-    def __init__(
-        self, launches: Sequence[Callable[[], Pending]], then: Callable[[], None]
-    ) -> None:
+    def __init__(self, launches: Sequence[Callable[[], Pending]], then: Callable[[], None]) -> None:
         self._rest = list(launches)
         self._then = then
         self._flying = [launch() for launch in self._take(2)]

@@ -168,8 +168,10 @@ class PieceStep:
         run; the rest is the entry."""
         entry: dict[str, Any] = {}
         for name, value in state.items():
-            if not isinstance(value, Tensor) or value.dim() == 0 or (
-                value.shape != piece.master.shape
+            if (
+                not isinstance(value, Tensor)
+                or value.dim() == 0
+                or (value.shape != piece.master.shape)
             ):
                 entry[name] = value
                 continue

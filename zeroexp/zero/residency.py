@@ -18,7 +18,6 @@ from zeroexp.zero.order import UseOrder, backward_order
 from zeroexp.zero.segment import Surroundings
 from zeroexp.zero.unit import Life, UnitState
 
-
 _FROM_DISK = 3
 """Units ahead of the one in use whose shards come from disk (Rajbhandari et al., arXiv:2104.07857,
 section 6.2: disk for i+3, host to device for i+2, all-gather for i+1)."""

@@ -17,21 +17,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from zeroexp import ops
 from zeroexp.comm import DONE, Pending, World
 from zeroexp.comm.pool import BufferPool, flat_zeros
 from zeroexp.errors import ModelError
 from zeroexp.layout import Segment
 from zeroexp.ledger import Ledger
+<<<<<<< HEAD
 from zeroexp.placement import Placement, StatePlacement, Tier
+=======
+from zeroexp.ops.edits import adopt_edits_in_torch
+from zeroexp.placement import StatePlacement
+>>>>>>> K
 from zeroexp.precision import Policy
 from zeroexp.zero.buffer import FlatBuffer, SparePages
 from zeroexp.zero.disk import Disk, OnDisk
 from zeroexp.zero.gradient import GradientState
 from zeroexp.zero.home import Home, MemoryHome
 from zeroexp.zero.placeholder import Placeholders
-
-_EDIT_CHUNK = 1 << 18
-"""Elements compared at a time, so that the rounded copy stays in cache."""
 
 
 @dataclass(frozen=True)
@@ -368,6 +371,7 @@ class SegmentState:
     def _refresh_master(self) -> None:
         if not self.has_master_copy:
             return
+<<<<<<< HEAD
         low = self._stepped_part(self.full)
         if self.master is not None:
             adopt(self.master, low)
@@ -379,6 +383,12 @@ class SegmentState:
                 optim.keep(index)
             else:
                 optim.drop(index)
+=======
+        if self.master.device.type == "cpu":
+            ops.adopt_edits(self.master, self.stepped)
+        else:
+            adopt_edits_in_torch(self.master, self.stepped)
+>>>>>>> K
 
     @torch.no_grad()
     def assign(self, flat: Tensor) -> None:
@@ -398,24 +408,9 @@ class SegmentState:
             self.on_disk.optim.write("master", values.to(self.master_dtype))
 
 
-@torch.no_grad()
 def adopt(master: Tensor, low: Tensor) -> bool:
-    """Take the master copy from the narrow parameters, where they were edited: an element that
+    """Take the master copy from the values that mirror it, where they were edited: an element that
     still is the rounded master keeps its full width. Returns whether anything changed."""
-    changed = False
-    for start in range(0, master.numel(), _EDIT_CHUNK):
-        wide = master[start : start + _EDIT_CHUNK]
-        part = low[start : start + _EDIT_CHUNK]
-        rounded = wide.to(part.dtype)
-        # Bits, not values, and as wide as they lie: nearly three times as fast.
-        aligned = part.nbytes % 8 == 0 and part.storage_offset() * part.element_size() % 8 == 0
-        narrow = _BITS[part.element_size()]
-        word = torch.int64 if aligned else narrow
-        if not torch.equal(rounded.view(word), part.view(word)):
-            same = rounded.view(narrow) == part.view(narrow)
-            wide.copy_(torch.where(same, wide, part.to(wide.dtype)))
-            changed = True
-    return changed
-
-
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    if master.device.type == "cpu" and master.dtype == torch.float32:
+        return ops.adopt_edits(master, low)
+    return adopt_edits_in_torch(master, low)

@@ -157,9 +157,7 @@ class Stepper:
                     gradient.mul_(scale)
                 for run in runs:
                     shape = run.tensor.shape
-                    give_gradient(
-                        optimizer, run.tensor, gradient[run.start : run.stop].view(shape)
-                    )
+                    give_gradient(optimizer, run.tensor, gradient[run.start : run.stop].view(shape))
                     groups[segment.spec.group - self._first_group].append(run.tensor)
                     tensors.append(run.tensor)
                     if segment.has_master_copy:

@@ -4,7 +4,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from zeroexp.ops import adagrad, adamw, checksums, host_range, lion, native, sgd, sums
+from zeroexp.ops import (
+    adagrad,
+    adamw,
+    casts,
+    checksums,
+    edits,
+    host_range,
+    lion,
+    native,
+    sgd,
+    sums,
+)
 
 try:
     from zeroexp._C import available_isas
@@ -21,6 +32,6 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     if name != "reference" and name not in COMPILED:
         pytest.skip(f"no {name} kernels here")
     chosen = native.select(name)
-    for module in (adagrad, adamw, checksums, host_range, lion, sgd, sums):
+    for module in (adagrad, adamw, casts, checksums, edits, host_range, lion, sgd, sums):
         monkeypatch.setattr(module, "native", lambda: chosen)
     yield name

@@ -1,4 +1,4 @@
-"""The update rules with one state tensor or none, under one face: parameter, gradient, state."""
+"""The update rules under one face: parameter, gradient, and one state tensor, which not all use."""
 
 from __future__ import annotations
 
@@ -42,6 +42,16 @@ def _lion(p: Tensor, g: Tensor, state: Tensor, **options: Any) -> None:
     ops.lion_(p, g, state, lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.1, **options)
 
 
+def _adamw(p: Tensor, g: Tensor, state: Tensor, **options: Any) -> None:
+    """The state is the second moment; the first one lasts for this step."""
+    hyper = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.01}
+    ops.adamw_(p, g, state * 0.5, state, step=3, **hyper, **options)
+
+
+def _adam(p: Tensor, g: Tensor, state: Tensor, **options: Any) -> None:
+    _adamw(p, g, state, decoupled=False, **options)
+
+
 STEPS: Mapping[str, Step] = {
     "sgd": _plain,
     "momentum": _momentum,
@@ -49,6 +59,8 @@ STEPS: Mapping[str, Step] = {
     "first": _first,
     "adagrad": _adagrad,
     "lion": _lion,
+    "adamw": _adamw,
+    "adam": _adam,
 }
 
 

@@ -126,7 +126,7 @@ def test_bits_of_torchs_operations(isa: str, h: Hyper) -> None:
 
 
 @pytest.mark.parametrize("grad_type", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("copy_type", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("copy_type", [None, torch.float32, torch.bfloat16, torch.float16])
 def test_no_cut_changes_a_bit(
     isa: str, grad_type: torch.dtype, copy_type: torch.dtype | None
 ) -> None:
@@ -230,7 +230,7 @@ def test_every_low_precision_gradient_is_read_exactly(isa: str, grad_type: torch
     assert not m[~finite].isfinite().any()
 
 
-@pytest.mark.parametrize("copy_type", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("copy_type", [torch.float32, torch.bfloat16, torch.float16])
 def test_copy_rounds_to_nearest_even(isa: str, copy_type: torch.dtype) -> None:
     """Ties, near-ties, subnormals, the edge of overflow, inf, NaN: against torch's conversion."""
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32)
@@ -251,7 +251,8 @@ def test_copy_rounds_to_nearest_even(isa: str, copy_type: torch.dtype) -> None:
     )
     want = before.to(copy_type)
     numbers = ~before.isnan()
-    assert torch.equal(copy[numbers].view(torch.int16), want[numbers].view(torch.int16))
+    word = torch.int16 if copy_type.itemsize == 2 else torch.int32
+    assert torch.equal(copy[numbers].view(word), want[numbers].view(word))
     assert copy[~numbers].isnan().all()
 
 
@@ -335,9 +336,9 @@ def good_arguments() -> dict[str, Tensor]:
         ("g", torch.zeros(8, device="meta"), TypeError, "g is on meta, expected the CPU"),
         (
             "copy_out",
-            torch.zeros(8),
+            torch.zeros(8).double(),
             TypeError,
-            "copy_out is float32, expected bfloat16 or float16",
+            "copy_out is float64, expected float32 or bfloat16 or float16",
         ),
         ("copy_out", torch.zeros(7).half(), ValueError, "copy_out has 7 elements, expected 8"),
     ],
@@ -355,5 +356,7 @@ def test_shared_memory_and_step_zero_are_refused(isa: str) -> None:
     arguments = good_arguments()
     with pytest.raises(ValueError, match="share memory"):
         ops.adamw_(**{**arguments, "m": arguments["p"]}, **asdict(Hyper()))
+    with pytest.raises(ValueError, match=r"(p and copy_out|copy_out and p) share memory"):
+        ops.adamw_(**arguments, copy_out=arguments["p"], **asdict(Hyper()))
     with pytest.raises(ValueError, match="steps count from 1"):
         ops.adamw_(**arguments, **asdict(Hyper(step=0)))

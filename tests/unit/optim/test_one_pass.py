@@ -143,12 +143,15 @@ def test_lion_is_algorithm_2(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("copy_type", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("make", [SGD, Adagrad, Lion, AdamW])
-def test_scale_and_copy_in_the_same_pass(make: Callable[..., OnePass], dtype: torch.dtype) -> None:
+def test_scale_and_copy_in_the_same_pass(
+    make: Callable[..., OnePass], copy_type: torch.dtype, dtype: torch.dtype
+) -> None:
     """A power of two scales without rounding, so the steps are those of scaled gradients."""
     plain, fused = start(dtype), start(dtype)
     expected, optimizer = make(plain, lr=0.1), make(fused, lr=0.1)
-    low = [torch.zeros(s, dtype=torch.bfloat16) for s in SHAPES]
+    low = [torch.zeros(s, dtype=copy_type) for s in SHAPES]
     optimizer.grad_scale = 0.25
     optimizer.copy_out = dict(zip(fused, low, strict=True))
     for p, q, g in zip(plain, fused, grads(0, dtype), strict=True):
@@ -157,7 +160,7 @@ def test_scale_and_copy_in_the_same_pass(make: Callable[..., OnePass], dtype: to
     optimizer.step()
     for p, q, copy in zip(plain, fused, low, strict=True):
         assert torch.equal(p, q)
-        assert torch.equal(copy, q.detach().bfloat16())
+        assert torch.equal(copy, q.detach().to(copy_type))
 
 
 def test_the_closure_is_evaluated_with_gradients() -> None:
