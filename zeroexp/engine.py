@@ -53,8 +53,8 @@ class Engine:
     a backward, see :meth:`full_grad`). Every rank must build the engine at the same point.
     ``config`` is a :class:`Config` or a partial mapping of it. ``divide_accumulation=False``: the
     caller divides the loss by the number of micro-batches itself. ``clip=None``: the caller clips
-    by itself; by default :meth:`step` clips to ``trainer.gradient_clip_val``. ``steps_at_once``: why
-    no part of a step may be made in backward, if the caller knows a reason.
+    by itself; by default :meth:`step` clips to ``trainer.gradient_clip_val``.
+    ``steps_at_once``: why no part of a step may be made in backward, if the caller knows a reason.
 
     Raises :class:`ModelError`, :class:`OptimizerError`, :class:`RankMismatch` or
     :class:`ConfigError`.

@@ -116,9 +116,9 @@ class Ledger:
     # -- bytes between tiers -----------------------------------------------------------------------
 
     def moved(self, way: str, nbytes: int) -> None:
-        """``nbytes`` went ``down`` from the device to a tier below it, or ``up``. On a machine whose
-        device is its CPU they may have been written there in the first place: what counts is on
-        which side of the border they were made and used."""
+        """``nbytes`` went ``down`` from the device to a tier below it, or ``up``. On a machine
+        whose device is its CPU they may have been written there in the first place: what counts is
+        on which side of the border they were made and used."""
         self._moved[way] += nbytes
 
     def transfer_bytes(self) -> dict[str, int]:

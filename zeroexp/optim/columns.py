@@ -35,8 +35,8 @@ def state_columns(optimizer: Optimizer, group: int, dtype: torch.dtype) -> tuple
         _, (state,) = trial(optimizer, [start], grads, group)
     except Exception as error:
         raise OptimizerError(
-            f"{type(optimizer).__name__} could not be tried on a small matrix ({error}), so what it "
-            "keeps per element is not known before its first step, and no place on disk can be "
+            f"{type(optimizer).__name__} could not be tried on a small matrix ({error}), so what "
+            "it keeps per element is not known before its first step, and no place on disk can be "
             "reserved for it. Use offload=cpu, or an optimizer that steps any matrix."
         ) from error
     return tuple(

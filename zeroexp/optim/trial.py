@@ -16,8 +16,8 @@ def trial(
     grads: Sequence[Sequence[Tensor]],
     group: int = 0,
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """Step copies of ``start``, once per element of ``grads``, with a twin of ``optimizer`` that has
-    the hyperparameters of its parameter group ``group``.
+    """Step copies of ``start``, once per element of ``grads``, with a twin of ``optimizer`` that
+    has the hyperparameters of its parameter group ``group``.
 
     Returns the stepped copies and their state. What the optimizer raises comes through.
     """

@@ -282,8 +282,8 @@ class Boundary:
 
 
 _TORN = (
-    " Units that were finite had been stepped in backward already (offload.step_in_backward), so the "
-    "weights are between two steps: load a checkpoint to go on."
+    " Units that were finite had been stepped in backward already (offload.step_in_backward), so "
+    "the weights are between two steps: load a checkpoint to go on."
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -248,4 +249,4 @@ def _even(numel: int, step: int) -> list[tuple[int, int]]:
 def _parameters(spec: Segment) -> list[tuple[int, int]]:
     """One chunk per parameter, and one for each gap between them."""
     cuts = sorted({0, spec.size, *(x for s in spec.slots for x in (s.offset, s.stop))})
-    return [(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
+    return [(a, b) for a, b in pairwise(cuts) if a < b]

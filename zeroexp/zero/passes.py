@@ -1,5 +1,5 @@
-"""Passes over memory that an optimizer saves when it is one of ours: it scales gradients as it reads
-them and writes the copy that computes as it writes."""
+"""Passes over memory that an optimizer saves when it is one of ours: it scales gradients as it
+reads them and writes the copy that computes as it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One step in pieces: segments as their gradients become complete, and chunks as they come from disk.
+"""One step in pieces: segments as their gradients become complete, chunks as they come from disk.
 While a chunk is stepped, the next one is read and the one before is written (Rajbhandari et al.,
 arXiv:2104.07857, section 5.1.1)."""
 
@@ -28,7 +28,9 @@ class Piece:
         self.start = start
         self.stop = stop
         whole = (start, stop) == (run.start, run.stop)
-        self.master = master.view(run.tensor.shape) if whole else master
+        # The tensor of a run that is in memory must stay itself: its state is known by it.
+        reshape = whole and master.shape != run.tensor.shape
+        self.master = master.view(run.tensor.shape) if reshape else master
 
 
 class PieceStep:

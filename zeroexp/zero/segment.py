@@ -23,12 +23,8 @@ from zeroexp.comm.pool import BufferPool, flat_zeros
 from zeroexp.errors import ModelError
 from zeroexp.layout import Segment
 from zeroexp.ledger import Ledger
-<<<<<<< HEAD
-from zeroexp.placement import Placement, StatePlacement, Tier
-=======
 from zeroexp.ops.edits import adopt_edits_in_torch
-from zeroexp.placement import StatePlacement
->>>>>>> K
+from zeroexp.placement import Placement, StatePlacement, Tier
 from zeroexp.precision import Policy
 from zeroexp.zero.buffer import FlatBuffer, SparePages
 from zeroexp.zero.disk import Disk, OnDisk
@@ -219,9 +215,7 @@ class SegmentState:
         self._placeholders.check(self._names)
         self.buffer.acquire()
         ledger = self.around.ledger
-        ledger.hold(
-            self.spec.unit, "whole", Tier.DEVICE, self.buffer.nbytes, label=self._label
-        )
+        ledger.hold(self.spec.unit, "whole", Tier.DEVICE, self.buffer.nbytes, label=self._label)
         values = self.home.fetch()
         if self.placement.params.tier is not Tier.DEVICE:
             ledger.moved("up", values.nbytes)
@@ -371,7 +365,6 @@ class SegmentState:
     def _refresh_master(self) -> None:
         if not self.has_master_copy:
             return
-<<<<<<< HEAD
         low = self._stepped_part(self.full)
         if self.master is not None:
             adopt(self.master, low)
@@ -383,12 +376,6 @@ class SegmentState:
                 optim.keep(index)
             else:
                 optim.drop(index)
-=======
-        if self.master.device.type == "cpu":
-            ops.adopt_edits(self.master, self.stepped)
-        else:
-            adopt_edits_in_torch(self.master, self.stepped)
->>>>>>> K
 
     @torch.no_grad()
     def assign(self, flat: Tensor) -> None:
