@@ -193,6 +193,7 @@ class FabricBehaviour(Ranks):
             device=self.root_device,
             divide_accumulation=False,
             clip=None,
+            steps_at_once="with Fabric the loop is yours: it may clip, or not step, after backward",
         )
         self.optimization.take(engine)
         if plugin.is_mixed:

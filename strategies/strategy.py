@@ -26,6 +26,7 @@ from zeroexp.strategies import callbacks, schedulers
 from zeroexp.strategies import checkpoint as files
 from zeroexp.strategies.compat import Namespace, namespace
 from zeroexp.strategies.devices import move
+from zeroexp.strategies.early import why_not_in_backward
 from zeroexp.strategies.faults import Meeting, Sigterm
 from zeroexp.strategies.optimization import Optimization, ZeroGrad, refuse_closures
 from zeroexp.strategies.options import build_config
@@ -263,6 +264,7 @@ class ZeroBehaviour(Ranks, Steps, State):
             device=self.root_device,
             divide_accumulation=False,
             clip=None,
+            steps_at_once=why_not_in_backward(self.lightning_module, self.ns),
         )
 
     def follow_optimizers(self) -> None:
