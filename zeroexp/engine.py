@@ -32,6 +32,7 @@ from zeroexp.zero.attachment import Attachment
 from zeroexp.zero.backward import Backward
 from zeroexp.zero.boundary import Boundary
 from zeroexp.zero.buffer import SparePages
+from zeroexp.zero.delayed import DelayedStep
 from zeroexp.zero.disk import Disk, Stepping
 from zeroexp.zero.early import EarlyStep
 from zeroexp.zero.hooks import Hooks
@@ -104,6 +105,7 @@ class Engine:
             self.device,
             zero.bucket,
             fraction=offload.fraction,
+            delayed=offload.delayed_update,
             disk=self.disk,
         )
         self.model = ShardedModel(module, groups, self._around, cut=zero.unit)
@@ -142,6 +144,10 @@ class Engine:
             reduce_each=each,
             divides=divide_accumulation,
         )
+        self._delayed = {
+            id(s): DelayedStep(s, self._around) for s in self.steppers if offload.delayed_update
+        }
+        self.model.before_edit = self._publish_delayed
         limit = config.trainer.gradient_clip_val if clip == "config" else clip
         self._early = self._make_early(steps_at_once if limit is None else "gradients are clipped")
         self._boundary = Boundary(
@@ -154,6 +160,7 @@ class Engine:
             self.steppers,
             clip=None if limit is None else float(limit),
             early=self._early,
+            delayed=self._delayed,
         )
         self._backward = Backward(
             self.residency,
@@ -215,6 +222,16 @@ class Engine:
                 f"offload.step_in_backward=true is not possible here: {reason}. Use auto or false."
             )
         return None
+
+    def _publish_delayed(self) -> None:
+        """Make steps that go on beside the passes visible, before anything else changes values."""
+        for step in self._delayed.values():
+            step.publish()
+
+    def _await_delayed(self) -> None:
+        """Let steps that go on beside the passes end: what is saved has them."""
+        for step in self._delayed.values():
+            step.wait()
 
     def _reduced(self, unit: UnitState) -> None:
         if self._early is not None:
@@ -451,24 +468,28 @@ class Engine:
         """All parameters (floats in fp32) and buffers by name, on the CPU of rank 0; empty
         elsewhere (collective)."""
         self.world.open()
+        self._await_delayed()
         return full.model_state(self.model)
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Set parameters and buffers from rank 0's ``state`` (collective). Raises
         :class:`CheckpointError`."""
         self.world.open()
+        self._publish_delayed()
         full.load_model_state(self.model, state, strict=strict)
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state in torch's own format with whole tensors, on rank 0; empty
         elsewhere (collective)."""
         self.world.open()
+        self._await_delayed()
         return full.optimizer_state(self.model, self._chosen(optimizer)[0])
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Set the optimizer's state from rank 0's ``state`` (collective). Raises
         :class:`CheckpointError`."""
         self.world.open()
+        self._publish_delayed()
         full.load_optimizer_state(self.model, self._chosen(optimizer)[0], state)
 
     def scalar_state(self) -> dict[str, Any]:
@@ -509,6 +530,11 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        if collective:
+            self._publish_delayed()
+        for beside in (self._early, *self._delayed.values()):
+            if beside is not None:
+                beside.close()
         for stepper in self.steppers:
             stepper.face.retire(self._collector(stepper) if collective else _lost)
         if not collective:

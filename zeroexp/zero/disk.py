@@ -18,7 +18,7 @@ from zeroexp.ledger import Ledger
 from zeroexp.optim.columns import Column
 from zeroexp.placement import Placement, Tier
 from zeroexp.tiers import FileEngine, Ring, ScratchFolder, SwapFile, Traffic
-from zeroexp.zero.home import DiskHome
+from zeroexp.zero.home import DiskHome, Outgoing
 
 if TYPE_CHECKING:
     from zeroexp.zero.segment import SegmentState
@@ -155,6 +155,7 @@ class Disk:
         self._stepping = stepping
         self._rings: list[Ring] = []
         self._pool = BufferPool(torch.device("cpu"), ledger, "visitors from disk", Tier.CPU)
+        self._outgoing = Outgoing()
         self._files: list[SwapFile] = []
         self.traffic = Traffic()
         """Bytes read and written, and the time spent on them."""
@@ -194,7 +195,7 @@ class Disk:
             return {}
         file = self._file(kind, [numel * dtype.itemsize for _, numel, dtype in sizes])
         return {
-            tag: DiskHome(file, record, numel, dtype, self._pool)
+            tag: DiskHome(file, record, numel, dtype, self._pool, self._outgoing)
             for record, (tag, numel, dtype) in enumerate(sizes)
         }
 

@@ -108,5 +108,5 @@ class EarlyStep:
         self._active = False
 
     def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown()
+        """End the thread; what it does is not waited for."""
+        self._thread.shutdown(wait=False)

@@ -80,17 +80,40 @@ class MemoryHome(Home):
         yield self.resident
 
 
+class Outgoing:
+    """Values on their way to disk: a few at a time, so that few buffers are taken by them."""
+
+    _MOST = 2
+
+    def __init__(self) -> None:
+        self._homes: list[DiskHome] = []
+
+    def add(self, home: DiskHome) -> None:
+        self._homes.append(home)
+        while len(self._homes) > self._MOST:
+            self._homes.pop(0).land()
+
+
 class DiskHome(Home):
-    """Values in one record of a file; they visit memory in a buffer of ``pool``."""
+    """Values in one record of a file; they visit memory in a buffer of ``pool``, which they leave
+    when they are back on disk."""
 
     def __init__(
-        self, file: SwapFile, record: int, numel: int, dtype: torch.dtype, pool: BufferPool
+        self,
+        file: SwapFile,
+        record: int,
+        numel: int,
+        dtype: torch.dtype,
+        pool: BufferPool,
+        outgoing: Outgoing,
     ) -> None:
         self._file = file
         self._record = record
         self._numel = numel
         self._dtype = dtype
         self._pool = pool
+        self._outgoing = outgoing
+        self._going: Transfer | None = None
         self._raw: Tensor | None = None
         self._coming: Transfer | None = None
 
@@ -108,6 +131,8 @@ class DiskHome(Home):
         return self._raw.view(self._dtype)[: self._numel]
 
     def prefetch(self) -> None:
+        if self._going is not None:
+            self.put_back()
         if self._raw is None:
             self._coming = self._file.load(self._record, self._take())
 
@@ -119,16 +144,22 @@ class DiskHome(Home):
         return self._visitor
 
     def put_back(self) -> None:
-        if self._coming is not None:  # prefetched, and not used in the end
-            self.fetch()
+        # A buffer that the disk still reads or fills must not go to anybody else.
+        for transfer in (self._coming, self._going):
+            if transfer is not None:
+                transfer.wait()
+        self._coming = self._going = None
         if self._raw is not None:
             self._pool.give(self._raw)
             self._raw = None
 
     def keep(self) -> None:
-        try:
-            self._file.store(self._record, self._visitor).wait()
-        finally:
+        self._going = self._file.store(self._record, self._visitor)
+        self._outgoing.add(self)
+
+    def land(self) -> None:
+        """Leave memory, unless it has been asked for again since :meth:`keep`."""
+        if self._going is not None:
             self.put_back()
 
     def write(self, values: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -46,6 +46,8 @@ class ShardedModel:
         self.units: list[UnitState] = []
         self.place: dict[int, tuple[UnitState, SegmentState, int]] = {}
         """``id(parameter)`` to unit, segment and slot."""
+        self.before_edit: Callable[[], None] = lambda: None
+        """Called before values are read to be edited."""
         self._groups = dict(groups)
         self._num_tags = 0
         self._take_over()
@@ -312,6 +314,8 @@ class ShardedModel:
     @contextmanager
     def whole_units(self, units: Sequence[UnitState], *, edit: bool = False) -> Iterator[None]:
         """``units`` are whole inside; with ``edit`` what was written is kept."""
+        if edit:
+            self.before_edit()
         opened = []
         kept = [(s, s.full.clone()) for u in units for s in u.segments if edit and not s.transient]
         for unit in units:

@@ -104,7 +104,8 @@ class PieceStep:
             columns = disk.open(chunk)
             self._prefetch()
             try:
-                if not segment.transient:  # what the user may have written since the last step
+                # What the user may have written since the last step.
+                if not segment.transient and not segment.around.delayed:
                     adopt(columns["master"], values[start:stop])
                 pieces = []
                 for run in inside:

@@ -49,6 +49,8 @@ class Surroundings:
     """Largest message of one reduction in bytes (``zero.bucket``)."""
     fraction: float = 1.0
     """Part of the optimizer state that leaves the device (``offload.fraction``)."""
+    delayed: bool = False
+    """Whether steps go on beside the next forward, and so need copies of all they change."""
     disk: Disk | None = None
     """Where state on the nvme tier is kept; ``None`` when there is none."""
 
@@ -84,7 +86,7 @@ class SegmentState:
         """Whether ``full`` is there only while it is used."""
         wide = around.policy.master_dtype(self.dtype)
         self.has_master_copy = spec.trainable and (
-            wide is not None or self.placement.separates_master
+            wide is not None or self.placement.separates_master or around.delayed
         )
         self.master_dtype = wide or self.dtype
         """What the optimizer steps has this dtype."""
@@ -160,6 +162,18 @@ class SegmentState:
         self.around.ledger.hold(
             self.spec.unit, "optim", tier, nbytes, label=self._label + "state", padding=padding
         )
+
+    def hold_delayed(self, nbytes: int) -> None:
+        """Record the copies of gradients and values that a delayed step needs; in host memory."""
+        self.around.ledger.hold(
+            self.spec.unit, "optim", Tier.CPU, nbytes, label=self._label + "delayed"
+        )
+
+    @property
+    def optim_device(self) -> torch.device:
+        """Where what the optimizer touches is."""
+        on_device = self.placement.optim.tier is Tier.DEVICE
+        return self.around.device if on_device else torch.device("cpu")
 
     def forget(self) -> None:
         """Strike everything this segment holds from the ledger."""
@@ -357,8 +371,8 @@ class SegmentState:
 
     def adopt_edits(self) -> None:
         """Take over what the user wrote into replicated narrow parameters since the last step: the
-        master copy would undo it."""
-        if not self.transient and self.master is not None:
+        master copy would undo it. Not beside a delayed step, whose master copy is ahead."""
+        if not self.transient and self.master is not None and not self.around.delayed:
             self._refresh_master()
 
     @torch.no_grad()

@@ -106,6 +106,18 @@ class Stepper:
     def step(self, touched: Mapping[int, Sequence[bool]], scale: float) -> None:
         """Step what has gradients; they are multiplied by ``scale`` first. ``touched`` is per
         segment tag and slot."""
+        active = self.prepare(touched)
+        rest = [s for s in active if s.tag not in self._stepped]
+        in_pieces = self._pieces is not None or any(s.needs_pieces for s in rest)
+        if in_pieces:
+            self._step_in_pieces(rest, touched, scale)
+        else:
+            self._step_at_once(rest, touched, scale)
+        self.publish(active)
+
+    def prepare(self, touched: Mapping[int, Sequence[bool]]) -> list[SegmentState]:
+        """The segments that will be stepped, with their gradients where they are needed, and one
+        run for all parameters that share a history."""
         self._check_groups()
         around = self._around
         around.world.gather.settle()
@@ -118,11 +130,10 @@ class Stepper:
         if not around.placement.optim.sharded:
             for pending in [s.grads.spread() for s in rest]:
                 pending.wait()
-        in_pieces = self._pieces is not None or any(s.needs_pieces for s in rest)
-        if in_pieces:
-            self._step_in_pieces(rest, touched, scale)
-        else:
-            self._step_at_once(rest, touched, scale)
+        return active
+
+    def publish(self, active: Sequence[SegmentState]) -> None:
+        """The values of ``active`` are new on this rank: bring them to the others."""
         for pending in [s.publish() for s in active if s.publishes and not s.home_on_disk]:
             pending.wait()
         # A graph made before this step must not be used after it; ``.data`` hides the change.
@@ -132,7 +143,7 @@ class Stepper:
             if self._entries_of(segment) != self._accounted.get(segment.tag):
                 self.account(segment)
 
-    def _present(self, segment: SegmentState, touched: Mapping[int, Sequence[bool]]) -> list[Run]:
+    def present(self, segment: SegmentState, touched: Mapping[int, Sequence[bool]]) -> list[Run]:
         """The runs of ``segment`` that are stepped."""
         history = self.histories[segment.tag]
         return [r for r in history.runs if history.present(r, touched[segment.tag])]
@@ -150,7 +161,7 @@ class Stepper:
         copies: dict[Tensor, Tensor] = {}
         with ExitStack() as stack:
             for segment in segments:
-                runs = self._present(segment, touched)
+                runs = self.present(segment, touched)
                 gradient = stack.enter_context(segment.grads.stepped())
                 values = stack.enter_context(segment.updating(keeps=True))
                 if scale != 1.0 and not isinstance(optimizer, FusesPasses):
@@ -177,7 +188,7 @@ class Stepper:
     ) -> None:
         """As state and parameters come from disk and go back to it."""
         pieces = self._begin_pieces(scale)
-        work = [(s, self._present(s, touched)) for s in segments]
+        work = [(s, self.present(s, touched)) for s in segments]
         for segment, runs in work:
             pieces.announce(segment, runs)
         for segment, runs in work:
@@ -190,10 +201,14 @@ class Stepper:
         pieces.finish()
         self._pieces, self._stepped = None, set()
 
+    def new_pieces(self, scale: float) -> PieceStep:
+        """A step that is made in pieces."""
+        return PieceStep(self.face, scale, self._first_group)
+
     def _begin_pieces(self, scale: float) -> PieceStep:
         if self._pieces is None:
             self._check_groups()
-            self._pieces = PieceStep(self.face, scale, self._first_group)
+            self._pieces = self.new_pieces(scale)
         elif self._pieces.outdated:
             raise OptimizerError(
                 "a hyperparameter of the optimizer was changed between backward and step, but a "
