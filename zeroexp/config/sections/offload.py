@@ -93,8 +93,8 @@ class OffloadConfig:
     )
     fraction: float = setting(
         1.0,
-        "part of the optimizer state that leaves the device, in whole segments: the largest "
-        "first, as many as fit into it. `zeroexp plan` shows what it comes to.",
+        "part of the optimizer state that leaves the device. In whole segments, the largest first, "
+        "as many as fit into it; `zeroexp plan` shows what that comes to.",
         changes="state bytes per tier",
         minimum=0,
         maximum=1,
@@ -123,3 +123,18 @@ class OffloadConfig:
         minimum=2**16,
     )
     nvme: NvmeConfig = field(default_factory=NvmeConfig)
+
+    @property
+    def optim_tier(self) -> str:
+        """The tier of the optimizer state, ``auto`` resolved."""
+        return OFFLOAD_TIERS[self.kind][0] if self.optim == "auto" else self.optim
+
+    @property
+    def params_tier(self) -> str:
+        """The tier of the parameters between their uses, ``auto`` resolved."""
+        return OFFLOAD_TIERS[self.kind][1] if self.params == "auto" else self.params
+
+    @property
+    def uses_files(self) -> bool:
+        """Whether anything lives in swap files."""
+        return "nvme" in (self.optim_tier, self.params_tier)
