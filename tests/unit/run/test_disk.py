@@ -8,10 +8,11 @@ import pytest
 from torch import Tensor
 
 from zeroexp.cli import main
+from zeroexp.folder import existing
 from zeroexp.ops.native import select
 from zeroexp.report.doctor import examine
 from zeroexp.run import disk
-from zeroexp.run.disk import DiskRate, best_rate, existing, file_system_of, probe
+from zeroexp.run.disk import DiskRate, best_rate, file_system_of, probe
 from zeroexp.tiers import File, backend
 
 MIB = 1 << 20
@@ -105,7 +106,11 @@ def test_the_page_names_everything_with_its_unit(tmp_path: Path) -> None:
     sizes = [" ".join(line.split()[:3]) for line in lines[head + 1 : head + 10]]
     units = ("512.00 KiB", "2.00 MiB", "8.00 MiB")
     assert sizes == [f"{unit} {depth}" for unit in units for depth in (1, 4, 16)]
-    assert value(page, "recommended").startswith(("io_uring, block size", "threads, block size"))
+    keys = dict(word.split("=") for word in value(page, "recommended").split())
+    assert keys.pop("offload.nvme.engine") in ("io_uring", "threads")
+    assert keys.pop("offload.nvme.block_size") in ("512KiB", "2MiB", "8MiB")
+    assert keys.pop("offload.nvme.dir") == str(tmp_path)
+    assert list(keys) in (["offload.nvme.queue_depth"], ["offload.nvme.threads"])
 
 
 def test_transfers_through_the_page_cache_are_told_apart(
@@ -116,7 +121,8 @@ def test_transfers_through_the_page_cache_are_told_apart(
     assert value(page, "direct I/O").startswith("! no: the engine in Python has no direct")
     assert value(page, "direct I/O").endswith("the rates below are those of the page cache")
     assert value(page, "io_uring").startswith("! no (ZEROEXP_ISA=reference")
-    assert ", threads " in value(page, "recommended")
+    assert value(page, "recommended").startswith("offload.nvme.engine=threads ")
+    assert " offload.nvme.threads=" in value(page, "recommended")
 
 
 def test_where_nothing_can_be_written_the_page_says_so() -> None:

@@ -90,9 +90,7 @@ def _needs_all_gradients(given: bool) -> Rule:
         why="clipping needs the norm of all gradients before the first unit is stepped",
         reads=("offload.step_in_backward", clip, *_OPTIM),
         broken=lambda c: (
-            _must_step(c)
-            and c.trainer.gradient_clip_val is not None
-            and differs(c, clip) is given
+            _must_step(c) and c.trainer.gradient_clip_val is not None and differs(c, clip) is given
         ),
         problem=lambda c: (
             f"true cannot be: clipping to {c.trainer.gradient_clip_val:g} needs all gradients."
@@ -124,9 +122,7 @@ OFFLOAD_RULES: tuple[Rule, ...] = (
     _needs_optim(
         "offload.delayed_update", "a delayed update is one of optimizer state off the device"
     ),
-    _needs_optim(
-        "offload.step_in_backward", "the step that backward hides is one off the device"
-    ),
+    _needs_optim("offload.step_in_backward", "the step that backward hides is one off the device"),
     _needs_all_gradients(given=True),
     _needs_all_gradients(given=False),
     Rule(
