@@ -8,7 +8,6 @@ import pytest
 from torch import Tensor
 
 from zeroexp.cli import main
-from zeroexp.folder import existing
 from zeroexp.ops.native import select
 from zeroexp.report.doctor import examine
 from zeroexp.run import disk
@@ -74,11 +73,6 @@ def test_the_type_of_a_file_system(tmp_path: Path) -> None:
         ["df", "--output=fstype", str(tmp_path)], capture_output=True, text=True, check=True
     )
     assert file_system_of(tmp_path) == by_df.stdout.split()[-1]
-
-
-def test_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
-    assert existing(tmp_path / "a" / "b") == tmp_path
-    assert existing(tmp_path) == tmp_path
 
 
 def test_of_settings_that_are_as_good_the_smallest_is_taken() -> None:

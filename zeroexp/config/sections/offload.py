@@ -110,8 +110,8 @@ class OffloadConfig:
     )
     delayed_update: bool = setting(
         False,
-        "step with the gradients of the step before, beside forward and backward: weights are one "
-        "step stale (ZeRO-Offload's delayed parameter update).",
+        "step with the gradients of the step before. The step runs beside forward and backward, "
+        "and weights are one step stale (ZeRO-Offload's delayed parameter update).",
         changes="the weights, and step time",
     )
     chunk: int = setting(
