@@ -3,11 +3,13 @@ arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857). M is the number of parameter
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from zeroexp.config import Config, steps_in_backward
+from zeroexp.config.sections.offload import OFFLOAD_TIERS
 from zeroexp.layout import ParamSpec
 from zeroexp.plan import Prediction, predict
 
@@ -17,6 +19,7 @@ SPECS = [
     ParamSpec("blocks.0.weight", (64, 64)),
     ParamSpec("blocks.1.weight", (64, 64)),
 ]
+TIERS = ("device", "cpu", "nvme")
 #: The papers' mixed precision: 2 bytes of parameter and gradient, K = 12 of optimizer state.
 MIXED = {"compute": "bf16", "accumulate": "bf16", "reduce": "bf16"}
 
@@ -101,6 +104,19 @@ def test_without_offload_nothing_moves() -> None:
     assert found.offloaded == 0
 
 
+def test_the_table_of_the_how_to_is_what_is_planned() -> None:
+    page = Path(__file__).parents[3] / "docs" / "offload.md"
+    table = page.read_text(encoding="utf-8").partition("| | device | host |")[2].split("\n\n")[0]
+    rows = [[c.strip(" `") for c in row.strip("|").split("|")] for row in table.splitlines()[2:]]
+    assert [row[0] for row in rows] == list(OFFLOAD_TIERS)
+    for kind, *numbers in rows:
+        found = plan(3, kind, precision={"compute": "bf16"})
+        tiers = [sum(sum(held(found, t, r).values()) for r in range(4)) for t in TIERS]
+        moved = [found.transfer_bytes_per_step[0].get(way, 0) * 4 for way in ("down", "up")]
+        files = [found.io_bytes_per_step[0][way] * 4 for way in ("read", "written")]
+        assert [int(n) * M for n in numbers] == [*tiers, *moved, *files]
+
+
 # ------------------------------------------------------------------ every kind at every stage
 
 
@@ -119,7 +135,7 @@ def test_each_kind_of_state_is_on_its_tier(
     kind: str, optim: str, params: str, grads: str, stage: int
 ) -> None:
     found = plan(stage, kind)
-    wanted: dict[str, dict[str, float]] = {t: {} for t in ("device", "cpu", "nvme")}
+    wanted: dict[str, dict[str, float]] = {tier: {} for tier in TIERS}
     wanted[params]["params"] = 2 * M / (4 if stage == 3 else 1)
     wanted[grads if stage >= 2 else "device"]["grads"] = 2 * M / (4 if stage >= 2 else 1)
     wanted[optim]["optim"] = 12 * M / (4 if stage >= 1 else 1)
