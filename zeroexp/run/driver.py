@@ -82,6 +82,7 @@ def prepare(
     config = check(composed)
     resume_from = resume.find(config)
     if config.offload.uses_files:
+        # Where nobody named it, it lies below the runs, and that key is the one to mend.
         asked = composed.config.offload.nvme.dir
         key = "paths.runs" if asked is None else "offload.nvme.dir"
         check_writable(Path(str(config.offload.nvme.dir)), key)

@@ -61,8 +61,12 @@ class Forecast:
 
     @property
     def verdict(self) -> str:
-        """A sentence on memory, and one on the disk where there are swap files."""
-        return f"{self._memory_verdict} {self._disk_verdict}".rstrip()
+        """A sentence on memory and, where there are swap files, one on the disk; what does not fit
+        comes first."""
+        sentences = [self._memory_verdict, self._disk_verdict]
+        if self.fits_disk is False and self.fits_memory is not False:
+            sentences.reverse()
+        return " ".join(filter(None, sentences))
 
     @property
     def _memory_verdict(self) -> str:

@@ -60,6 +60,7 @@ def test_the_disk_is_asked_for_the_swap_files_of_all_ranks_of_a_node(
         assert f"Swap files take {human_bytes(made.disk_bytes)}" in page
         assert f"{human_bytes(free)} " in page and str(tmp_path) in page
         assert ("Use another offload.nvme.dir" in page) is not fits
+        assert made.verdict.startswith("Swap files") is not fits
     # what is on disk takes no memory: parameters and gradients remain
     assert made.needed_bytes is not None and made.needed_bytes < 9 * made.num_params
 

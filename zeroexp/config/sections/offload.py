@@ -69,8 +69,11 @@ class NvmeConfig:
 
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
-    """The tiers of optimizer state and parameters. Owned gradients of stages 2 and 3 go to host
-    memory with the optimizer state, and to disk with the parameters."""
+    """The tier on which each kind of state lives between its uses.
+
+    Owned gradients of stages 2 and 3 go to host memory with the optimizer state, and to disk with
+    the parameters.
+    """
 
     kind: str = setting(
         "none",
