@@ -72,7 +72,7 @@ class FabricBehaviour(Ranks):
         stage: int | None = None,
         *,
         config: Config | Mapping[str, Any] | str | PathLike[str] | None = None,
-        offload: str | None = None,
+        offload: str | Mapping[str, Any] | None = None,
         timeout: float | None = None,
         process_group_backend: str | None = None,
         start_method: str = "popen",
@@ -118,6 +118,7 @@ class FabricBehaviour(Ranks):
 
     def setup_environment(self) -> None:
         self.check_ranks()
+        self.check_folder()
         self.accelerator.setup_device(self.root_device)
         self.start_process_group()
 

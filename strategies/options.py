@@ -67,7 +67,7 @@ def _read(config: Config | Mapping[str, Any] | str | PathLike[str]) -> Config:
 def build_config(
     config: Config | Mapping[str, Any] | str | PathLike[str] | None,
     zero: Mapping[str, Any],
-    offload: str | None,
+    offload: str | Mapping[str, Any] | None,
     timeout: float | None,
 ) -> Config:
     """The configuration of a strategy.
@@ -77,7 +77,7 @@ def build_config(
             JSON file.
         zero: keys of the ``zero`` section that were given as arguments (``None`` where they were
             not).
-        offload: kind of offload, as an argument.
+        offload: kind of offload, or a mapping of keys of the ``offload`` section, as an argument.
         timeout: seconds a collective may wait, as an argument.
 
     Raises:
@@ -86,7 +86,9 @@ def build_config(
         FileNotFoundError: the path does not exist.
     """
     given = {f"zero.{key}": value for key, value in zero.items() if value is not None}
-    if offload is not None:
+    if isinstance(offload, Mapping):
+        given |= {f"offload.{key}": value for key, value in offload.items()}
+    elif offload is not None:
         given["offload.kind"] = offload
     if timeout is not None:
         given["launch.timeout"] = timeout

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from zeroexp.config import Config
 from zeroexp.errors import ConfigError, Problem, ZeroexpError
+from zeroexp.folder import check_writable
 from zeroexp.strategies.compat import Namespace
 from zeroexp.strategies.options import on_ranks
 from zeroexp.strategies.side_group import SideGroup
@@ -141,6 +143,16 @@ class Ranks:
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self._num_nodes
         )
+
+    def check_folder(self) -> None:
+        """Whether swap files can be written, before a model is built.
+
+        Raises:
+            ConfigError: on ``offload.nvme.dir``, with the path and the system's reason.
+        """
+        offload = self.asked.resolved().offload
+        if offload.uses_files:
+            check_writable(Path(str(offload.nvme.dir)), "offload.nvme.dir")
 
     def start_process_group(self) -> None:
         """Join the process group, or check the one that exists (before every stage of a run).

@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from zeroexp.errors import ConfigError, Problem
 from zeroexp.strategies.compat import NAMESPACES, namespace, when_imported
 
 NAMES: dict[str, dict[str, Any]] = {
@@ -19,16 +18,20 @@ NAMES: dict[str, dict[str, Any]] = {
     "zeroexp_stage_1": {"stage": 1},
     "zeroexp_stage_2": {"stage": 2},
     "zeroexp_stage_3": {"stage": 3},
+    "zeroexp_stage_2_offload": {"stage": 2, "offload": "cpu"},
+    "zeroexp_stage_3_offload": {"stage": 3, "offload": "cpu"},
+    "zeroexp_stage_3_offload_nvme": {"stage": 3, "offload": "nvme"},
 }
-
-# Known, and refused by name until offload tiers exist.
-LATER = ("zeroexp_stage_2_offload", "zeroexp_stage_3_offload", "zeroexp_stage_3_offload_nvme")
 
 _WHAT = {
     0: "replicates everything, as DDP does",
     1: "shards the optimizer state",
     2: "shards optimizer state and gradients",
     3: "shards optimizer state, gradients and parameters",
+}
+_WHERE = {
+    "cpu": "; optimizer state and owned gradients in host memory",
+    "nvme": "; optimizer state on disk, owned gradients in host memory",
 }
 
 
@@ -39,35 +42,15 @@ def _make(name: str, kind: str, **kwargs: Any) -> Any:
     return make(name)(**kwargs)
 
 
-def _refuse(registered: str, **_: Any) -> Any:
-    stage = registered.split("_")[2]
-    raise ConfigError(
-        [
-            Problem(
-                f"strategy={registered}",
-                "offload is not here yet, it arrives with the tiers.",
-                f"Use zeroexp_stage_{stage}.",
-            )
-        ]
-    )
-
-
 def _fill(registry: Any, name: str, kind: str) -> None:
     for registered, kwargs in NAMES.items():
-        stage = kwargs.get("stage", 1)
+        stage, offload = kwargs.get("stage", 1), kwargs.get("offload", "none")
         registry.register(
             registered,
             partial(_make, name, kind),
-            description=f"ZeRO stage {stage}: {_WHAT[stage]}",
+            description=f"ZeRO stage {stage}: {_WHAT[stage]}{_WHERE.get(offload, '')}",
             override=True,
             **kwargs,
-        )
-    for registered in LATER:
-        registry.register(
-            registered,
-            partial(_refuse, registered),
-            description="arrives with the offload tiers",
-            override=True,
         )
 
 

@@ -53,7 +53,8 @@ class ZeroBehaviour(Ranks, Steps, State):
             parameters too.
         shard_size, unit, prefetch, overlap, reshard_after_forward, reduce, bucket: keys of the
             ``zero`` section.
-        offload: kind of offload; only ``none`` exists.
+        offload: where state lives between its uses: a kind (``"cpu"``, ``"nvme"``,
+            ``"cpu_params"``, ``"nvme_params"``), or a mapping of keys of the ``offload`` section.
         config: instead of these, a :class:`zeroexp.Config`, a mapping of its keys, or the path of
             a YAML or JSON file. Sections that are the Trainer's to decide (optim, data, …) are
             refused in mappings.
@@ -89,7 +90,7 @@ class ZeroBehaviour(Ranks, Steps, State):
         reshard_after_forward: str | None = None,
         reduce: str | None = None,
         bucket: int | str | None = None,
-        offload: str | None = None,
+        offload: str | Mapping[str, Any] | None = None,
         timeout: float | None = None,
         process_group_backend: str | None = None,
         start_method: str = "popen",
@@ -210,6 +211,7 @@ class ZeroBehaviour(Ranks, Steps, State):
 
     def setup_environment(self) -> None:
         self.check_ranks()
+        self.check_folder()
         self.accelerator.setup_device(self.root_device)
         self.ns.reset_seed()
         self.start_process_group()

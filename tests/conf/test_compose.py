@@ -183,8 +183,10 @@ def test_a_typo_in_hydras_own_settings() -> None:
         ("optim=adamW", "optim", "Did you mean  optim=adamw?  Options: adagrad, adam, adamw,"),
         ("zero=null", "zero", "null is not an option. Options: hybrid, stage0,"),
         ("moe=null", "moe", "null is not an option. Off is moe=none."),
-        ("offload=cpu", "offload", "cpu arrives with the tiers. Only offload=none exists"),
-        ("offload=nvme_params", "offload", "nvme_params arrives with the tiers."),
+        ("offload=ssd", "offload", "ssd is not an option. Options: cpu, cpu_params, none, nvme,"),
+        ("offload=nvme_param", "offload", "Did you mean  offload=nvme_params?"),
+        ("offload=null", "offload", "null is not an option. Off is offload=none."),
+        ("offload=cpu offload.nvme.dir=/x", "offload.nvme.dir", "nothing is on nvme."),
         ("moe=top2", "moe", "arrives with mixture of experts."),
         (
             "recompute=selective",
@@ -196,7 +198,12 @@ def test_a_typo_in_hydras_own_settings() -> None:
         ("data=hf", "data", "hf arrives with the Hugging Face models."),
         ("tensor=2", "tensor", "arrives with tensor and sequence parallelism."),
         ("sequence_parallel=2", "sequence_parallel", "arrives with tensor and sequence"),
-        ("offload.path=/x", "offload.path", "arrives with the tiers."),
+        ("offload.path=/x", "offload.path", "Did you mean  offload.nvme.dir "),
+        (
+            "offload=nvme offload.step_in_backward=true",
+            "offload.step_in_backward",
+            "clipping to 1 needs all gradients. Use trainer.gradient_clip_val=none",
+        ),
         ("+zero=stage3", "zero", "is already there. Drop the +: zero=stage3."),
         ("zero@other=stage3", "zero", "packages are not used here. Write zero=OPTION."),
         ("schema/zero=zero", "schema/zero", "packages are not used here."),
@@ -219,7 +226,9 @@ def test_a_typo_in_hydras_own_settings() -> None:
     ],
 )
 def test_a_word_that_cannot_be_meant(word: str, key: str, words: str) -> None:
-    found, text = problem(*word.split(" ") if "optim=sgd" in word else [word])
+    found, text = problem(
+        *word.split(" ") if word.startswith(("optim=sgd", "offload=")) else [word]
+    )
     assert found == key
     assert words in text
 

@@ -70,6 +70,7 @@ def test_options_hold_the_names_users_rely_on() -> None:
     for group, names in {
         "zero": "stage0 stage1 stage2 stage3 hybrid",
         "precision": "auto fp32 bf16 fp16 bf16_pure",
+        "offload": "none cpu nvme cpu_params nvme_params",
         "recompute": "none full",
         "optim": "adamw adam sgd lion adagrad rmsprop",
         "schedule": "constant linear warmup_cosine inverse_sqrt one_cycle",

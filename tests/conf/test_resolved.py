@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from zeroexp.config import Config, hardware
+from zeroexp.config.sections.offload import OFFLOAD_TIERS
 from zeroexp.config.tree import KEYS
 
 
@@ -110,6 +111,7 @@ SILENT = {
     "measure.log_every",
     "data.workers",
     "debug.detect_anomaly",
+    "offload.nvme.dir",
 }
 
 # Another value for each key, with what it needs beside it.
@@ -124,6 +126,24 @@ OTHER: dict[str, dict[str, Any]] = {
     "zero.reshard_after_forward": {"zero.reshard_after_forward": "auto"},
     "zero.reduce": {"zero.reduce": "each"},
     "zero.bucket": {"zero.bucket": "1MiB"},
+    "offload.kind": {"offload.kind": "cpu"},
+    "offload.optim": {"offload.optim": "cpu"},
+    "offload.params": {"offload.params": "cpu"},
+    **{
+        f"offload.{name}": {f"offload.{name}": value, "offload.optim": "nvme"}
+        for name, value in {
+            "fraction": 0.5,
+            "step_in_backward": "false",
+            "delayed_update": True,
+            "chunk": "1MiB",
+            "nvme.dir": "x",
+            "nvme.engine": "threads",
+            "nvme.queue_depth": 8,
+            "nvme.block_size": "1MiB",
+            "nvme.threads": 8,
+            "nvme.checksum": False,
+        }.items()
+    },
     "precision.compute": {"precision.compute": "bf16"},
     "precision.master": {"precision.master": "none", "precision.compute": "bf16"},
     "precision.reduce": {"precision.reduce": "bf16"},
@@ -208,8 +228,8 @@ OTHER: dict[str, dict[str, Any]] = {
     "paths.runs": {"paths.runs": "x"},
     "debug.detect_anomaly": {"debug.detect_anomaly": True},
 }
-# These three have one value only until their capability arrives.
-ONLY_NONE = {"offload.kind", "pipeline.kind", "moe.kind"}
+# These two have one value only until their capability arrives.
+ONLY_NONE = {"pipeline.kind", "moe.kind"}
 
 
 def test_every_key_has_another_value_here() -> None:
@@ -228,6 +248,20 @@ def test_the_digest_changes_with_what_results_depend_on_and_with_nothing_else(ke
     before = Config.from_mapping(neighbours)
     assert changed != before
     assert (changed.digest() == before.digest()) == (key in SILENT)
+
+
+def test_tiers_are_resolved_and_the_folder_of_swap_files_where_there_are_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for kind, (optim, params) in OFFLOAD_TIERS.items():
+        found = Config.from_mapping({"offload": kind}).resolved()
+        assert (found.offload.optim, found.offload.params) == (optim, params)
+        folder = f"{tmp_path}/runs/swap" if kind.startswith("nvme") else None
+        assert found.offload.nvme.dir == folder
+        assert Config.from_mapping(found.to_dict()).resolved() == found
+    one = Config.from_mapping({"offload.params": "nvme", "offload.nvme.dir": "here"}).resolved()
+    assert one.offload.nvme.dir == f"{tmp_path}/here"
 
 
 def test_two_ways_to_say_the_same_have_one_digest() -> None:

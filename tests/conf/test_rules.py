@@ -13,6 +13,8 @@ from zeroexp.config.rules import RULES, START
 from zeroexp.errors import ConfigError
 
 FP16 = {"precision.compute": "fp16"}
+UNCLIPPED = {"trainer.gradient_clip_val": None}
+STEPPED = {"offload.kind": "nvme", "offload.step_in_backward": True, **UNCLIPPED}
 EXTERNAL = {"model.kind": "external", "model.target": "a.b:C"}
 
 # What breaks, the key that is reported, words of the message, and what mends it.
@@ -102,6 +104,103 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
             "hysteresis": 1,
             "floor": 2.0,
         }.items()
+    ),
+    # Tiers.
+    (
+        {"offload.kind": "nvme", "offload.optim": "cpu"},
+        "offload.kind",
+        "nvme does nothing: the optimizer state is said to be on cpu, the parameters on device",
+        {"offload.kind": "none"},
+    ),
+    (
+        {"offload.kind": "cpu_params", "offload.optim": "device", "offload.params": "nvme"},
+        "offload.kind",
+        "Use offload=none",
+        {"offload.params": "auto"},
+    ),
+    *(
+        (
+            {f"offload.nvme.{name}": value, "offload.kind": "cpu"},
+            f"offload.nvme.{name}",
+            "nothing is on nvme. Use offload=nvme or offload=nvme_params",
+            {"offload.params": "nvme"},
+        )
+        for name, value in {
+            "dir": "/x",
+            "engine": "threads",
+            "queue_depth": 8,
+            "block_size": 8192,
+            "threads": 8,
+            "checksum": False,
+        }.items()
+    ),
+    (
+        {"offload.kind": "nvme", "offload.nvme.engine": "threads", "offload.nvme.queue_depth": 8},
+        "offload.nvme.queue_depth",
+        "does nothing with offload.nvme.engine=threads",
+        {"offload.nvme.engine": "auto"},
+    ),
+    (
+        {"offload.kind": "nvme", "offload.nvme.engine": "io_uring", "offload.nvme.threads": 8},
+        "offload.nvme.threads",
+        "does nothing with offload.nvme.engine=io_uring",
+        {"offload.nvme.engine": "threads"},
+    ),
+    (
+        {"offload.kind": "nvme", "offload.nvme.block_size": 5000},
+        "offload.nvme.block_size",
+        "5000 is not a multiple of 4KiB. Use offload.nvme.block_size=8KiB",
+        {"offload.nvme.block_size": 8192},
+    ),
+    (
+        {"offload.kind": "cpu", "offload.chunk": 100_000},
+        "offload.chunk",
+        "100000 is not a multiple of 4KiB. Use offload.chunk=100KiB",
+        {"offload.chunk": "100KiB"},
+    ),
+    *(
+        (
+            {f"offload.{name}": value, "offload.params": "nvme"},
+            f"offload.{name}",
+            "does nothing: the optimizer state stays on the device",
+            {"offload.optim": "cpu", **UNCLIPPED},
+        )
+        for name, value in {
+            "chunk": "1MiB",
+            "fraction": 0.5,
+            "delayed_update": True,
+            "step_in_backward": True,
+        }.items()
+    ),
+    (
+        {**STEPPED, "trainer.gradient_clip_val": 0.5},
+        "offload.step_in_backward",
+        "clipping to 0.5 needs all gradients. Use trainer.gradient_clip_val=none",
+        UNCLIPPED,
+    ),
+    (
+        {**STEPPED, **FP16},
+        "offload.step_in_backward",
+        "precision.loss_scale.mode needs all gradients",
+        {"precision.compute": "bf16"},
+    ),
+    (
+        {**STEPPED, "precision.loss_scale.mode": "static", "precision.compute": "fp32"},
+        "offload.step_in_backward",
+        "precision.loss_scale.mode needs all gradients",
+        {"precision.loss_scale.mode": "off"},
+    ),
+    (
+        {**STEPPED, "precision.nonfinite": "skip"},
+        "offload.step_in_backward",
+        "precision.nonfinite needs all gradients",
+        {"precision.nonfinite": "stop"},
+    ),
+    (
+        {**STEPPED, "offload.delayed_update": True},
+        "offload.step_in_backward",
+        "together with offload.delayed_update",
+        {"offload.step_in_backward": "auto"},
     ),
     ({"model.heads": 3}, "model.heads", "128 = heads 3 x 42.67", {"model.heads": 8}),
     ({"model.dim": 12}, "model.heads", "a head of 3 cannot be turned", {"model.dim": 16}),
@@ -308,6 +407,13 @@ def test_a_combination_that_cannot_run_is_refused_and_its_neighbour_is_not(
     Config.from_mapping({**broken, **mend})
 
 
+# What a command line refuses for a default: asserted in test_compose.py and below.
+DEFAULTS: list[dict[str, Any]] = [
+    {"trainer.devices": 5},
+    {"offload.kind": "nvme", "offload.step_in_backward": True},
+]
+
+
 def unchecked(partial: dict[str, Any]) -> Config:
     leaves, problems = flatten(partial)
     values, more = coerced(leaves)
@@ -316,7 +422,7 @@ def unchecked(partial: dict[str, Any]) -> Config:
 
 
 def test_every_rule_has_a_case() -> None:
-    configs = [unchecked(case[0]) for case in CASES] + [unchecked({"trainer.devices": 5})]
+    configs = [unchecked(case[0]) for case in CASES] + [unchecked(c) for c in DEFAULTS]
     missing = [
         (rule.key, rule.why)
         for rule in RULES

@@ -24,6 +24,7 @@ FLOORS = {
     "zeroexp.layout": 0,
     "zeroexp.units": 0,
     "zeroexp.errors": 0,
+    "zeroexp.folder": 0,
     "zeroexp.placement": 0,
     "zeroexp.comm": 1,
     "zeroexp.tiers": 1,

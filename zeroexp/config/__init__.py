@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from zeroexp.config.stepping import steps_in_backward, waits_for
 from zeroexp.config.tree import Config
 
 if TYPE_CHECKING:
@@ -27,7 +28,17 @@ _OWNERS = {
     "parse_multirun": "zeroexp.config.multirun",
 }
 
-__all__ = ["Composed", "Config", "compose", "explain", "is_multirun", "load", "parse_multirun"]
+__all__ = [
+    "Composed",
+    "Config",
+    "compose",
+    "explain",
+    "is_multirun",
+    "load",
+    "parse_multirun",
+    "steps_in_backward",
+    "waits_for",
+]
 
 
 def __getattr__(name: str) -> Any:

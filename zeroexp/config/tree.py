@@ -29,7 +29,6 @@ from zeroexp.config.sections import (
     TrainerConfig,
     ZeroConfig,
 )
-from zeroexp.config.sections.offload import OFFLOAD_TIERS
 from zeroexp.config.setting import Key, keys_of, section_types, setting
 
 DEFAULT_BATCH_SIZE = 24  # sequences; comes out for 1, 2, 3, 4, 6 and 8 ranks
@@ -192,14 +191,10 @@ class Config:
 
     def _resolved_offload(self) -> OffloadConfig:
         offload = self.offload
-        optim, params = OFFLOAD_TIERS[offload.kind]
-        folder = offload.nvme.dir or str(Path(self.paths.runs) / "swap")
-        return replace(
-            offload,
-            optim=_default(offload.optim, optim),
-            params=_default(offload.params, params),
-            nvme=replace(offload.nvme, dir=_absolute(folder)),
-        )
+        nvme = offload.nvme
+        if offload.uses_files:  # elsewhere the key is one that would do nothing
+            nvme = replace(nvme, dir=_absolute(nvme.dir or str(Path(self.paths.runs) / "swap")))
+        return replace(offload, optim=offload.optim_tier, params=offload.params_tier, nvme=nvme)
 
     def _resolved_schedule(self) -> ScheduleConfig:
         schedule = self.schedule

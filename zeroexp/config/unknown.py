@@ -11,7 +11,7 @@ from zeroexp.config.tree import KEYS, SECTIONS
 from zeroexp.config.value import plain, show
 from zeroexp.errors import Problem
 
-# Names that users bring from other systems, lower case, last part of a dotted key.
+# Names that users bring from other systems, lower case: the last parts of a dotted key.
 FOREIGN = {
     "train_batch_size": "data.batch_size",
     "global_batch_size": "data.batch_size",
@@ -37,6 +37,27 @@ FOREIGN = {
     "initial_scale_power": "precision.loss_scale.init",
     "loss_scale_window": "precision.loss_scale.interval",
     "min_loss_scale": "precision.loss_scale.floor",
+    "cpu_offload": "offload.kind",
+    "offload.device": "offload.kind",
+    "offload_optimizer": "offload.optim",
+    "offload_optimizer.device": "offload.optim",
+    "offload_optimizer_device": "offload.optim",
+    "offload_param": "offload.params",
+    "offload_parameters": "offload.params",
+    "offload_param.device": "offload.params",
+    "offload_params_device": "offload.params",
+    "remote_device": "offload.params",
+    "ratio": "offload.fraction",
+    "buffer_size": "offload.chunk",
+    "super_offload": "offload.step_in_backward",
+    "delayed_param_update": "offload.delayed_update",
+    "nvme_path": "offload.nvme.dir",
+    "offload.path": "offload.nvme.dir",
+    "nvme.path": "offload.nvme.dir",
+    "aio.block_size": "offload.nvme.block_size",
+    "aio.queue_depth": "offload.nvme.queue_depth",
+    "intra_op_parallelism": "offload.nvme.threads",
+    "thread_count": "offload.nvme.threads",
     "n_layer": "model.layers",
     "num_layers": "model.layers",
     "num_hidden_layers": "model.layers",
@@ -54,6 +75,20 @@ FOREIGN = {
     "resume_from_checkpoint": "checkpoint.resume",
     "ckpt_path": "checkpoint.resume",
 }
+
+# What needs no key here.
+_BY_ITSELF = {
+    "pin_memory": "Host buffers are pinned wherever there is an accelerator.",
+    "buffer_count": "The ring of chunks is sized from offload.chunk.",
+    "pipeline_read": "Reads, steps and writes always overlap.",
+    "pipeline_write": "Reads, steps and writes always overlap.",
+    "overlap_events": "Reads, steps and writes always overlap.",
+    "single_submit": "offload.nvme.queue_depth says how many blocks go to the kernel at once.",
+}
+
+# Sections inside of sections, and what others call them.
+_FOREIGN_SECTIONS = {"aio": "nvme"}
+_NESTED = sorted({key.section for key in KEYS.values() if "." in key.section})
 
 
 def unknown_key(path: str) -> Problem:
@@ -77,6 +112,13 @@ def unknown_key(path: str) -> Problem:
 def suggestion(path: str) -> str:
     """``Did you mean …?`` for a key that does not exist; a pointer to the list where nothing is "
     "near."""
+    name = path.rpartition(".")[2].lower()
+    if name in _BY_ITSELF:
+        return _BY_ITSELF[name]
+    for section in _NESTED:
+        if _FOREIGN_SECTIONS.get(name, name) == section.rpartition(".")[2]:
+            names = ", ".join(key.rpartition(".")[2] for key in _below(section))
+            return f"Did you mean  {section}  (a section: {names})?"
     keys = candidates(path)
     if not keys:
         return "docs/configuration.md lists every key."
@@ -94,8 +136,16 @@ def candidates(path: str) -> list[str]:
     """Existing keys that ``path`` may stand for, at most three, the best first."""
     head, _, name = path.rpartition(".")
     name = name or path
-    if name.lower() in FOREIGN:
-        return [FOREIGN[name.lower()]]
+    parent = head.rpartition(".")[2]
+    # Nested keys in the wrong section, or without the last one they are in.
+    strayed = [key for key in _below(head) if key.rpartition(".")[2] == name] if head else []
+    strayed += [f"{s}.{name}" for s in _NESTED if s.rpartition(".")[2] == parent]
+    for key in strayed:
+        if key in KEYS:
+            return [key]
+    for known in (f"{parent}.{name}".lower(), name.lower()):
+        if known in FOREIGN:
+            return [FOREIGN[known]]
     section, _, rest = path.partition(".")
     if rest and section not in SECTIONS:
         corrected = [f"{near}.{rest}" for near in nearest(section, SECTIONS, 3)]

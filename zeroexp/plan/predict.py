@@ -7,27 +7,30 @@ padded tensor per collective.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zeroexp.config import Config
-from zeroexp.layout import ITEMSIZE, Layout, ParamSpec, Segment, make_layout
-from zeroexp.placement import STAGES, StatePlacement, Tier
-
-_NAMES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-_SLOTS: Mapping[str, int] = {"adamw": 2, "adam": 2, "sgd": 0, "lion": 1, "adagrad": 1, "rmsprop": 1}
-"""State tensors per parameter; momentum of sgd and rmsprop is one more."""
+from zeroexp.layout import Layout, ParamSpec, Segment, make_layout
+from zeroexp.placement import STAGES, Placement, StatePlacement, Tier
+from zeroexp.plan.formats import NAMES, formats, gathers, is_floating, reductions
+from zeroexp.plan.tiers import file_traffic, homes, leaving_segments, optimizer_shares, transfers
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes per rank. Keys are rank numbers, kinds, tiers and ops, as in ``result.json``."""
+    """Bytes per rank. Keys are rank numbers, kinds, tiers and ops, as in ``result.json``.
+
+    ``transfer_bytes_per_step`` is what goes from the device to the other tiers (``down``) and comes
+    from them (``up``), ``offloaded`` the part of the optimizer state that leaves the device.
+    """
 
     state_bytes: dict[int, dict[str, dict[str, int]]]
     padding_bytes: dict[int, int]
     comm_bytes_per_step: dict[int, dict[str, int]]
+    transfer_bytes_per_step: dict[int, dict[str, int]]
     io_bytes_per_step: dict[int, dict[str, int]]
+    offloaded: float = 0.0
 
     def to_dict(self) -> dict[str, object]:
         """The same with string keys, as JSON has them."""
@@ -37,6 +40,7 @@ class Prediction:
                 "state_bytes",
                 "padding_bytes",
                 "comm_bytes_per_step",
+                "transfer_bytes_per_step",
                 "io_bytes_per_step",
             )
         }
@@ -46,37 +50,30 @@ class Prediction:
         return sum(n for kind in self.state_bytes[rank].values() for n in kind.values())
 
 
-@dataclass(frozen=True)
-class _Formats:
-    """Bytes per element of each kind of state."""
-
-    param: int
-    grad: int
-    wire: int
-    optim: int
-
-
 def predict(config: Config, specs: Sequence[ParamSpec]) -> Prediction:
     """Predict ``config`` for a model of ``specs`` (built-in models give them, see
     :mod:`zeroexp.models.specs`)."""
     config = config.resolved()
     ranks = config.trainer.devices * config.trainer.num_nodes
     shards = _shard_size(config, ranks)
-    compute = _NAMES[config.precision.compute]
+    compute = NAMES[config.precision.compute]
     stored = [replace(s, dtype=_stored(s.dtype, compute), group=_group(config, s)) for s in specs]
     layout = make_layout(stored, cut=config.zero.unit, shards=shards)
-    placement = STAGES[config.zero.stage]
-    comm = _traffic(config, layout, placement, ranks // shards)
+    comm = _traffic(config, layout, STAGES[config.zero.stage], ranks // shards)
+    moved, files = transfers(config, layout), file_traffic(config, layout)
     state = {}
     padding = {}
     for rank in range(ranks):
-        state[rank], padding[rank] = _state(config, layout, placement, rank % shards)
+        state[rank], padding[rank] = _state(config, layout, rank % shards)
     everyone = range(ranks)
+    away = sum(leaving_segments(config, layout).values())
     return Prediction(
         state,
         padding,
         {r: dict(comm) for r in everyone},
-        {r: {"read": 0, "written": 0} for r in everyone},
+        {r: dict(moved) for r in everyone},
+        {r: dict(files) for r in everyone},
+        away / max(1, sum(optimizer_shares(config, layout).values())),
     )
 
 
@@ -97,48 +94,29 @@ def _group(config: Config, spec: ParamSpec) -> int:
     return int(len(spec.shape) <= 1 and not config.optim.decay_norm_and_bias)
 
 
-def _formats(config: Config, segment: Segment) -> _Formats:
-    p = config.precision
-    param = ITEMSIZE[segment.dtype]
-    if segment.dtype == "float64":
-        grad = wire = param
-    else:
-        grad, wire = ITEMSIZE[_NAMES[p.accumulate]], ITEMSIZE[_NAMES[p.reduce]]
-    narrow = segment.dtype in ("bfloat16", "float16")
-    pure = narrow and p.master == "none" and p.compute in ("bf16", "fp16")
-    master = 4 if narrow and not pure else 0
-    per_slot = param if pure or not narrow else 4
-    extra = int(config.optim.kind in ("sgd", "rmsprop") and config.optim.momentum > 0)
-    return _Formats(param, grad, wire, master + per_slot * (_SLOTS[config.optim.kind] + extra))
-
-
-def _state(
-    config: Config, layout: Layout, placement: StatePlacement, index: int
-) -> tuple[dict[str, dict[str, int]], int]:
+def _state(config: Config, layout: Layout, index: int) -> tuple[dict[str, dict[str, int]], int]:
     out = {kind: {tier.value: 0 for tier in Tier} for kind in ("params", "grads", "optim")}
     padding = 0
 
-    def add(kind: str, segment: Segment, sharded: bool, itemsize: int) -> None:
+    def add(kind: str, segment: Segment, where: Placement, itemsize: int) -> None:
         nonlocal padding
-        tier = getattr(placement, kind).tier.value
-        out[kind][tier] += (segment.shard_size if sharded else segment.size) * itemsize
-        padding += (segment.padding_in(index) if sharded else segment.padding) * itemsize
+        size = segment.shard_size if where.sharded else segment.size
+        out[kind][where.tier.value] += size * itemsize
+        gap = segment.padding_in(index) if where.sharded else segment.padding
+        padding += gap * itemsize
 
-    for segment in layout.segments:
-        formats = _formats(config, segment)
-        floating = segment.dtype.startswith(("float", "bfloat"))
-        add("params", segment, placement.params.sharded and floating, formats.param)
+    for segment, home in zip(layout.segments, homes(config, layout), strict=True):
+        sizes = formats(config, segment, home)
+        # Integers have no NaN to stand for what is elsewhere: they stay, whole.
+        params = home.params if is_floating(segment) else Placement(sharded=False)
+        add("params", segment, params, sizes.param)
         if segment.trainable:
-            add("grads", segment, placement.grads.sharded, formats.grad)
-            if not placement.grads.sharded and _reductions(config) > 1:
-                add("grads", segment, True, formats.grad)  # sums of earlier micro-batches
-            add("optim", segment, placement.optim.sharded, formats.optim)
+            add("grads", segment, home.grads, sizes.grad)
+            if not home.grads.sharded and reductions(config) > 1:
+                # sums of earlier micro-batches
+                add("grads", segment, Placement(sharded=True), sizes.grad)
+            add("optim", segment, home.optim, sizes.optim)
     return out, padding
-
-
-def _reductions(config: Config) -> int:
-    """Reductions of each gradient per step."""
-    return config.trainer.accumulate_grad_batches if config.zero.reduce == "each" else 1
 
 
 def _traffic(
@@ -148,26 +126,17 @@ def _traffic(
     total = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
     for unit in layout.units:
         for segment in unit.segments:
-            formats = _formats(config, segment)
+            sizes = formats(config, segment, placement)
             share = (layout.shards - 1) * segment.shard_size
-            floating = segment.dtype.startswith(("float", "bfloat"))
-            if placement.params.sharded and floating:
-                total["all_gather"] += share * formats.param * micro * _gathers(config, unit.name)
+            if placement.params.sharded and is_floating(segment):
+                total["all_gather"] += share * sizes.param * micro * gathers(config, unit.name)
             if not segment.trainable:
                 continue
-            total["reduce_scatter"] += share * formats.wire * _reductions(config)
+            total["reduce_scatter"] += share * sizes.wire * reductions(config)
             if not placement.params.sharded and placement.optim.sharded:
-                total["all_gather"] += share * formats.param
+                total["all_gather"] += share * sizes.param
             elif not placement.optim.sharded:
-                total["all_gather"] += share * formats.grad
+                total["all_gather"] += share * sizes.grad
             if replicas > 1:
-                total["all_reduce"] += (replicas - 1) * segment.shard_size * formats.grad
+                total["all_reduce"] += (replicas - 1) * segment.shard_size * sizes.grad
     return {op: n for op, n in total.items() if n}
-
-
-def _gathers(config: Config, unit: str) -> int:
-    """All-gathers of one unit per micro-batch: forward, and backward unless it stayed whole in
-    between."""
-    mode = config.zero.reshard_after_forward
-    stays = mode == "false" or (mode == "auto" and unit == "")
-    return 1 if stays else 2

@@ -4,13 +4,21 @@ Imports torch.
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zeroexp.config import Config
+from zeroexp.config.byte_size import format_bytes
+from zeroexp.folder import existing
 from zeroexp.run import machine
 from zeroexp.run.environment import available_cores
 from zeroexp.run.provenance import versions
 from zeroexp.run.record import human_bytes
+
+if TYPE_CHECKING:
+    from zeroexp.run.disk import DiskRate
+    from zeroexp.tiers import EngineStatus
 
 # Data workers hand over batches through shared memory; containers often come with 64 MiB.
 _LITTLE_SHM = 1 << 30
@@ -74,7 +82,7 @@ def _disk(directory: Path | None) -> list[tuple[str, str]]:
     from zeroexp.run import disk
 
     wanted = Path(Config().paths.runs) if directory is None else directory
-    where = disk.existing(wanted)
+    where = existing(wanted)
     found = disk.probe(where)
     is_there = wanted.is_dir()
     rows = [
@@ -100,15 +108,21 @@ def _disk(directory: Path | None) -> list[tuple[str, str]]:
     best = found.recommended
     if best is None:
         return [*rows, ("recommended", "nothing was measured in the time allowed")]
-    return [
-        *rows,
-        (
-            "recommended",
-            f"{engine.engine}, block size {human_bytes(best.block_size)}, "
-            f"{'queue depth' if engine.engine == 'io_uring' else 'threads'} {best.queue_depth} "
-            "(fewest bytes on their way within 10% of the best)",
-        ),
-    ]
+    rows.append(("recommended", " ".join(_keys(engine, best, directory))))
+    return [*rows, ("", "(fewest bytes on their way within 10% of the best)")]
+
+
+def _keys(engine: EngineStatus, best: DiskRate, directory: Path | None) -> list[str]:
+    """The keys that make a run use ``best``, ready for a command line."""
+    together = "queue_depth" if engine.engine == "io_uring" else "threads"
+    keys = {
+        "engine": engine.engine,
+        "block_size": format_bytes(best.block_size),
+        together: str(best.queue_depth),
+    }
+    if directory is not None:
+        keys["dir"] = str(directory)
+    return [shlex.quote(f"offload.nvme.{name}={value}") for name, value in keys.items()]
 
 
 def _machine() -> list[tuple[str, str]]:

@@ -10,13 +10,18 @@ from zeroexp.run.forecast import Forecast
 from zeroexp.run.record import human_bytes
 
 _KINDS = (("params", "parameters"), ("grads", "gradients"), ("optim", "optimizer"))
+_HOME = "device"
+_MOVES = {
+    "transfer_bytes_per_step": "moves between the device and its other tiers",
+    "io_bytes_per_step": "reads and writes in swap files",
+}
 # Ranks hold almost the same; more rows than this say nothing new.
 _MOST_RANKS = 8
 
 
 def plan_page(config: Config, forecast: Forecast | None) -> str:
-    """State per rank, kind and tier; padding; traffic per step by collective; the verdict on
-    memory.
+    """State per rank, kind and tier; padding; traffic per step by collective, between tiers and
+    with swap files; the verdict on memory and disk.
 
     ``forecast`` None is a model that only its ranks can describe.
     """
@@ -38,8 +43,14 @@ def plan_page(config: Config, forecast: Forecast | None) -> str:
     lines += _table(_state_rows(predicted, shown[:_MOST_RANKS]))
     if len(shown) > _MOST_RANKS:
         lines.append(f"  … and {len(shown) - _MOST_RANKS} more ranks")
+    lines += _fraction(config, forecast)
     lines += ["", "bytes that each rank sends in one optimizer step:"]
-    lines += _table(_traffic_rows(predicted, shown[:_MOST_RANKS]))
+    lines += _table(_traffic_rows(predicted["comm_bytes_per_step"], shown[:_MOST_RANKS]))
+    for name, what in _MOVES.items():
+        by_rank = {rank: predicted[name][rank] for rank in shown[:_MOST_RANKS]}
+        if any(sum(moved.values()) for moved in by_rank.values()):
+            lines += ["", f"bytes that each rank {what} in one optimizer step:"]
+            lines += _table(_traffic_rows(by_rank, list(by_rank)))
     lines += ["", forecast.verdict]
     return "\n".join(lines)
 
@@ -51,33 +62,42 @@ def _precision(config: Config) -> str:
 
 
 def _state_rows(predicted: Mapping[str, Any], ranks: Sequence[str]) -> list[list[str]]:
-    tiers = [
-        tier
-        for tier in ("device", "cpu", "nvme")
-        if tier == "device" or _is_used(predicted, ranks, tier)
+    states = [predicted["state_bytes"][rank] for rank in ranks]
+    columns = [
+        (kind, word, tier) for kind, word in _KINDS for tier in _used_tiers(states, kind) or [_HOME]
     ]
-    head = ["rank"]
-    head += [f"{word} ({tier})" if len(tiers) > 1 else word for _, word in _KINDS for tier in tiers]
-    rows = [[*head, "together", "of it padding"]]
-    for rank in ranks:
-        state = predicted["state_bytes"][rank]
-        sizes = [state.get(kind, {}).get(tier, 0) for kind, _ in _KINDS for tier in tiers]
+    named = any(tier != _HOME for _, _, tier in columns)
+    head = [f"{word} ({tier})" if named else word for _, word, tier in columns]
+    rows = [["rank", *head, "together", "of it padding"]]
+    for rank, state in zip(ranks, states, strict=True):
+        sizes = [state.get(kind, {}).get(tier, 0) for kind, _, tier in columns]
         padding = (predicted.get("padding_bytes") or {}).get(rank)
         rows.append([rank, *map(human_bytes, [*sizes, sum(sizes), padding])])
     return rows
 
 
-def _is_used(predicted: Mapping[str, Any], ranks: Sequence[str], tier: str) -> bool:
-    states = [predicted["state_bytes"][rank] for rank in ranks]
-    return any(kind.get(tier) for state in states for kind in state.values())
+def _used_tiers(states: Sequence[Mapping[str, Any]], kind: str) -> list[str]:
+    tiers = (_HOME, "cpu", "nvme")
+    return [t for t in tiers if any(state.get(kind, {}).get(t) for state in states)]
 
 
-def _traffic_rows(predicted: Mapping[str, Any], ranks: Sequence[str]) -> list[list[str]]:
-    by_rank = predicted["comm_bytes_per_step"]
-    ops = sorted({op for rank in ranks for op in by_rank[rank]})
-    rows = [["rank", *(op.replace("_", "-") for op in ops), "together"]]
+def _fraction(config: Config, forecast: Forecast) -> list[str]:
+    offload = config.offload
+    if offload.optim_tier == "device" or offload.fraction == 1:
+        return []
+    return [
+        f"offload.fraction {offload.fraction:g}: {forecast.offloaded:.1%} of the optimizer state "
+        f"leaves the device (whole segments, the largest first)"
+    ]
+
+
+def _traffic_rows(
+    by_rank: Mapping[str, Mapping[str, int]], ranks: Sequence[str]
+) -> list[list[str]]:
+    ways = sorted({way for rank in ranks for way in by_rank[rank]})
+    rows = [["rank", *(way.replace("_", "-") for way in ways), "together"]]
     for rank in ranks:
-        sizes = [by_rank[rank].get(op, 0) for op in ops]
+        sizes = [by_rank[rank].get(way, 0) for way in ways]
         rows.append([rank, *map(human_bytes, [*sizes, sum(sizes)])])
     return rows
 

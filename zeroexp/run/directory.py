@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroexp.errors import ConfigError, Problem
+from zeroexp.folder import missing_parents, unwritable
 
 # One path component may take 255 bytes on every common file system; time and suffix need 30 of
 # them.
@@ -42,7 +43,7 @@ def make_exclusive(parent: Path, name: str) -> Path:
     Raises :class:`ConfigError` on ``paths.runs`` when the directory cannot be made (read-only, a
     file in the way).
     """
-    made = _missing_parents(parent)
+    made = missing_parents(parent)
     try:
         parent.mkdir(parents=True, exist_ok=True)
         for number in range(1, 10_000):
@@ -78,18 +79,6 @@ def _probe(path: Path) -> None:
     except OSError:
         shutil.rmtree(path, ignore_errors=True)
         raise
-
-
-def _missing_parents(path: Path) -> list[Path]:
-    """The directories of ``path`` that do not exist yet, deepest first."""
-    return [p for p in (path, *path.parents) if not p.exists()]
-
-
-def unwritable(path: Path, error: OSError, key: str = "paths.runs") -> ConfigError:
-    """The one message for a directory that cannot be written; ``key`` is what named it."""
-    reason = error.strerror or str(error)
-    fix = f"Point {key} at a directory you can write."
-    return ConfigError([Problem(key, f"cannot write to {path}: {reason}.", fix)])
 
 
 @dataclass(frozen=True)

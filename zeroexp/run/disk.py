@@ -94,14 +94,6 @@ def file_system_of(path: Path) -> str:
     return found
 
 
-def existing(path: Path) -> Path:
-    """``path``, or the nearest directory above it that exists."""
-    path = path.absolute()
-    while not path.is_dir():
-        path = path.parent
-    return path
-
-
 def probe(directory: Path, *, seconds: float = SECONDS) -> DiskProbe:
     """Measures in ``directory``, which exists: at most 256 MiB are written to a file without a
     name, so that nothing is left however this ends; after ``seconds`` no other setting is begun.

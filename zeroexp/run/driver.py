@@ -19,9 +19,10 @@ import yaml
 from zeroexp.config import Composed, Config
 from zeroexp.data.plan import problems
 from zeroexp.errors import ConfigError, ZeroexpError
+from zeroexp.folder import check_writable, unwritable
 from zeroexp.run import provenance, reserve, result, resume, status
 from zeroexp.run.atomic import write_json, write_text
-from zeroexp.run.directory import RunDirectory, unwritable
+from zeroexp.run.directory import RunDirectory
 from zeroexp.run.environment import threads_per_rank
 from zeroexp.run.failure import Verdict
 from zeroexp.run.forecast import Forecast, forecast
@@ -80,6 +81,11 @@ def prepare(
     """
     config = check(composed)
     resume_from = resume.find(config)
+    if config.offload.uses_files:
+        # Where nobody named it, it lies below the runs, and that key is the one to mend.
+        asked = composed.config.offload.nvme.dir
+        key = "paths.runs" if asked is None else "offload.nvme.dir"
+        check_writable(Path(str(config.offload.nvme.dir)), key)
     plan = forecast(config)
     threads = threads_per_rank(config.launch.threads_per_rank, config.trainer.devices, os.environ)
     made = directory or RunDirectory.create(

@@ -5,9 +5,11 @@ machine.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from zeroexp.config import Config
+from zeroexp.folder import free_bytes
 from zeroexp.models.specs import is_built_in, num_params, param_specs
 from zeroexp.plan import predict
 from zeroexp.run.procfs import total_memory_bytes
@@ -19,36 +21,80 @@ class Forecast:
     """The plan of one run. ``predicted`` has the shape of result.json's ``predicted``; bytes
     throughout.
 
-    ``needed_bytes`` is the predicted state of all ranks of one node (activations, buffers and the
-    interpreter come on top), ``memory_bytes`` what this machine has for them; None where that is
-    unknown.
+    ``needed_bytes`` is the predicted state in memory of all ranks of one node (activations, buffers
+    and the interpreter come on top), ``memory_bytes`` what this machine has for them; None where
+    that is unknown. ``disk_bytes`` is what these ranks keep in swap files below ``swap``,
+    ``disk_free_bytes``
+    what is free there. ``offloaded`` is the part of the optimizer state that leaves
+    the device.
     """
 
     predicted: dict[str, Any]
     num_params: int
     needed_bytes: int | None
     memory_bytes: int | None
+    disk_bytes: int = 0
+    disk_free_bytes: int | None = None
+    swap: str | None = None
+    offloaded: float = 0.0
 
     @property
     def fits(self) -> bool | None:
-        """False when the state alone exceeds the memory; None when one of the two is unknown."""
+        """False when the state alone exceeds the memory or the disk; None when a size that decides
+        it is unknown."""
+        answers = (self.fits_memory, self.fits_disk)
+        if False in answers:
+            return False
+        return None if None in answers else True
+
+    @property
+    def fits_memory(self) -> bool | None:
         if self.needed_bytes is None or self.memory_bytes is None:
             return None
         return self.needed_bytes <= self.memory_bytes
 
     @property
+    def fits_disk(self) -> bool | None:
+        if not self.disk_bytes:
+            return True
+        return None if self.disk_free_bytes is None else self.disk_bytes <= self.disk_free_bytes
+
+    @property
     def verdict(self) -> str:
-        """One sentence on memory."""
+        """A sentence on memory and, where there are swap files, one on the disk; what does not fit
+        comes first."""
+        sentences = [self._memory_verdict, self._disk_verdict]
+        if self.fits_disk is False and self.fits_memory is not False:
+            sentences.reverse()
+        return " ".join(filter(None, sentences))
+
+    @property
+    def _memory_verdict(self) -> str:
         if self.memory_bytes is None or self.needed_bytes is None:
             return "Whether it fits is unknown: the memory of the device is not known here."
         need, have = human_bytes(self.needed_bytes), human_bytes(self.memory_bytes)
         state = f"The state of this node's ranks takes {need}"
-        if not self.fits:
+        if not self.fits_memory:
             return (
-                f"{state}, and there are {have}. Use a higher zero stage, more devices, a smaller "
-                "model, or launch.guard=off to try anyway."
+                f"{state}, and there are {have}. Use a higher zero stage, offload=nvme_params, "
+                "more devices, a smaller model, or launch.guard=off to try anyway."
             )
         return f"{state} of {have} of memory; activations and buffers come on top."
+
+    @property
+    def _disk_verdict(self) -> str:
+        if not self.disk_bytes:
+            return ""
+        need = f"Swap files take {human_bytes(self.disk_bytes)}"
+        if self.disk_free_bytes is None:
+            return f"{need} in {self.swap}; how much is free there is not known."
+        have = human_bytes(self.disk_free_bytes)
+        if self.fits_disk:
+            return f"{need} of {have} that are free for {self.swap}."
+        return (
+            f"{need}, and {have} are free for {self.swap}. Use another offload.nvme.dir, "
+            "offload=cpu, a smaller model, or launch.guard=off to try anyway."
+        )
 
 
 def forecast(config: Config) -> Forecast | None:
@@ -59,12 +105,20 @@ def forecast(config: Config) -> Forecast | None:
     on_cpu = config.trainer.accelerator == "cpu"
     on_this_node = range(config.trainer.devices)
     states = [prediction.state_bytes[rank] for rank in on_this_node]
-    tiers = ("device", "cpu") if on_cpu else ("cpu",)
-    needed = sum(kind.get(tier, 0) for state in states for kind in state.values() for tier in tiers)
+
+    def held(*tiers: str) -> int:
+        kinds = [kind for state in states for kind in state.values()]
+        return sum(kind.get(tier, 0) for kind in kinds for tier in tiers)
+
+    swap = config.offload.nvme.dir if config.offload.uses_files else None
     return Forecast(
         predicted=prediction.to_dict(),
         num_params=num_params(config.model),
-        needed_bytes=needed,
+        needed_bytes=held("device", "cpu") if on_cpu else held("cpu"),
         # Of a GPU nothing is known without its runtime, which the driver does not load.
         memory_bytes=total_memory_bytes() if on_cpu else None,
+        disk_bytes=held("nvme"),
+        disk_free_bytes=None if swap is None else free_bytes(Path(swap)),
+        swap=swap,
+        offloaded=prediction.offloaded,
     )

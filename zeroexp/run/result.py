@@ -39,7 +39,13 @@ _OF_EACH_RANK = (
     "comm_bytes_per_step",
     "io_bytes_per_step",
 )
-_PREDICTED = ("state_bytes", "padding_bytes", "comm_bytes_per_step", "io_bytes_per_step")
+_PREDICTED = (
+    "state_bytes",
+    "padding_bytes",
+    "comm_bytes_per_step",
+    "transfer_bytes_per_step",
+    "io_bytes_per_step",
+)
 
 
 def assemble(

@@ -80,8 +80,25 @@ def opening_lines(
         sent = plan.predicted["comm_bytes_per_step"].get(rank) or {}
         lines.append(
             f"predicted traffic of rank {rank}: {human_bytes(total_bytes(sent))} sent per step"
+            + _moved_words(plan, rank)
         )
+    if config.offload.uses_files:
+        lines.append(f"swap files below {shown(Path(str(config.offload.nvme.dir)))}")
     return lines
+
+
+def _moved_words(plan: Forecast, rank: str) -> str:
+    """``, 4.00 MiB down to other tiers and 2.00 MiB up``; empty where nothing moves."""
+    words = ""
+    moved, files = (
+        plan.predicted[f"{name}_bytes_per_step"].get(rank) or {} for name in ("transfer", "io")
+    )
+    if any(moved.values()):
+        down, up = (human_bytes(moved.get(way, 0)) for way in ("down", "up"))
+        words += f", {down} down to other tiers and {up} up"
+    if any(files.values()):
+        words += f", {human_bytes(files['read'])} read and {human_bytes(files['written'])} written"
+    return words
 
 
 def closing_lines(

@@ -16,11 +16,12 @@ from typing import IO
 
 from zeroexp.config import Composed, Config, compose, parse_multirun
 from zeroexp.errors import ConfigError, Problem
+from zeroexp.folder import unwritable
 from zeroexp.report import write_report
 from zeroexp.report.row import Row, differing, row_of
 from zeroexp.run import driver, status
 from zeroexp.run.atomic import read_json, write_json
-from zeroexp.run.directory import RunDirectory, make_exclusive, safe_name, unwritable
+from zeroexp.run.directory import RunDirectory, make_exclusive, safe_name
 from zeroexp.run.launch import Interrupt
 
 SWEEP_FILE = "sweep.json"

@@ -139,6 +139,37 @@ def test_a_sweep_directory_that_cannot_be_made_is_named(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize(
+    ("where", "reason"), [("file", "Not a directory"), ("/proc/x", "No such file or directory")]
+)
+def test_swap_files_that_cannot_be_written_are_found_before_anything_is_made(
+    where: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """NV-02: key, path and the system's reason, before a model is built."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert main(["offload=nvme", "data=synthetic", f"offload.nvme.dir={where}"]) == 2
+    said = capsys.readouterr().err
+    path = where if where.startswith("/") else f"{tmp_path}/{where}"
+    assert f"offload.nvme.dir  cannot write to {path}: {reason}." in said
+    assert "Point offload.nvme.dir at a directory you can write." in said
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_default_folder_of_swap_files_is_the_runs_directorys_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert main(["offload=nvme", "data=synthetic", "paths.runs=file"]) == 2
+    said = capsys.readouterr().err
+    assert "paths.runs" in said and "offload.nvme.dir" not in said
+
+
 def test_the_command_alone_says_what_it_can_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ from zeroexp.cli import main
 from zeroexp.ops.native import select
 from zeroexp.report.doctor import examine
 from zeroexp.run import disk
-from zeroexp.run.disk import DiskRate, best_rate, existing, file_system_of, probe
+from zeroexp.run.disk import DiskRate, best_rate, file_system_of, probe
 from zeroexp.tiers import File, backend
 
 MIB = 1 << 20
@@ -75,11 +75,6 @@ def test_the_type_of_a_file_system(tmp_path: Path) -> None:
     assert file_system_of(tmp_path) == by_df.stdout.split()[-1]
 
 
-def test_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
-    assert existing(tmp_path / "a" / "b") == tmp_path
-    assert existing(tmp_path) == tmp_path
-
-
 def test_of_settings_that_are_as_good_the_smallest_is_taken() -> None:
     slow = DiskRate(1 * MIB, 1, read=1e9, write=1e9)
     small = DiskRate(2 * MIB, 4, read=3e9, write=2.8e9)
@@ -105,7 +100,11 @@ def test_the_page_names_everything_with_its_unit(tmp_path: Path) -> None:
     sizes = [" ".join(line.split()[:3]) for line in lines[head + 1 : head + 10]]
     units = ("512.00 KiB", "2.00 MiB", "8.00 MiB")
     assert sizes == [f"{unit} {depth}" for unit in units for depth in (1, 4, 16)]
-    assert value(page, "recommended").startswith(("io_uring, block size", "threads, block size"))
+    keys = dict(word.split("=") for word in value(page, "recommended").split())
+    assert keys.pop("offload.nvme.engine") in ("io_uring", "threads")
+    assert keys.pop("offload.nvme.block_size") in ("512KiB", "2MiB", "8MiB")
+    assert keys.pop("offload.nvme.dir") == str(tmp_path)
+    assert list(keys) in (["offload.nvme.queue_depth"], ["offload.nvme.threads"])
 
 
 def test_transfers_through_the_page_cache_are_told_apart(
@@ -116,7 +115,8 @@ def test_transfers_through_the_page_cache_are_told_apart(
     assert value(page, "direct I/O").startswith("! no: the engine in Python has no direct")
     assert value(page, "direct I/O").endswith("the rates below are those of the page cache")
     assert value(page, "io_uring").startswith("! no (ZEROEXP_ISA=reference")
-    assert ", threads " in value(page, "recommended")
+    assert value(page, "recommended").startswith("offload.nvme.engine=threads ")
+    assert " offload.nvme.threads=" in value(page, "recommended")
 
 
 def test_where_nothing_can_be_written_the_page_says_so() -> None:

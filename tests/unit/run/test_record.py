@@ -89,6 +89,7 @@ def test_result_has_exactly_the_published_keys(tmp_path: Path) -> None:
         "state_bytes",
         "padding_bytes",
         "comm_bytes_per_step",
+        "transfer_bytes_per_step",
         "io_bytes_per_step",
     ]
 

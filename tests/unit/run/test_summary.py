@@ -12,16 +12,18 @@ from zeroexp.run import forecast as forecasting
 from zeroexp.run.directory import RunDirectory
 from zeroexp.run.failure import RankFailure, Verdict
 from zeroexp.run.forecast import forecast
+from zeroexp.run.record import human_bytes
 from zeroexp.run.summary import closing_lines, opening_lines, shown, state_words
 
-CONFIG = Config.from_mapping(
+ASKED = Config.from_mapping(
     {
         "zero.stage": 3,
         "trainer": {"devices": 2, "accelerator": "cpu", "accumulate_grad_batches": 2},
         "precision.compute": "fp32",
         "optim.kind": "adamw",
     }
-).resolved()
+)
+CONFIG = ASKED.resolved()
 
 
 def test_the_forecast_adds_up_the_state_of_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,6 +43,54 @@ def test_what_exceeds_the_memory_does_not_fit(monkeypatch: pytest.MonkeyPatch) -
     small = forecast(CONFIG)
     assert small is not None and small.fits is False
     assert "launch.guard=off" in small.verdict
+
+
+def test_the_disk_is_asked_for_the_swap_files_of_all_ranks_of_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ASKED.updated({"offload": "nvme", "offload.nvme.dir": str(tmp_path)}).resolved()
+    # fp32 AdamW: a copy and two moments
+    needed = 12 * 820_352
+    for free, fits in ((needed + (1 << 20), True), (needed - 1, False)):
+        monkeypatch.setattr(forecasting, "free_bytes", lambda path, free=free: free)
+        made = forecast(config)
+        assert made is not None and made.fits is fits
+        assert needed <= made.disk_bytes < needed + (1 << 18)  # padding
+        page = plan_page(config, made)
+        assert f"Swap files take {human_bytes(made.disk_bytes)}" in page
+        assert f"{human_bytes(free)} " in page and str(tmp_path) in page
+        assert ("Use another offload.nvme.dir" in page) is not fits
+        assert made.verdict.startswith("Swap files") is not fits
+    # what is on disk takes no memory: parameters and gradients remain
+    assert made.needed_bytes is not None and made.needed_bytes < 9 * made.num_params
+
+
+def test_a_disk_that_cannot_be_asked_is_said_to_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecasting, "free_bytes", lambda path: None)
+    made = forecast(ASKED.updated({"offload": "nvme"}).resolved())
+    assert made is not None and made.fits is None and "is not known" in made.verdict
+
+
+def test_the_page_shows_what_crosses_between_tiers_and_what_a_fraction_comes_to() -> None:
+    config = ASKED.updated(
+        {"offload": "cpu", "offload.fraction": 0.5, "optim.decay_norm_and_bias": True}
+    ).resolved()
+    made = forecast(config)
+    assert made is not None
+    page = plan_page(config, made)
+    assert "gradients (device)  gradients (cpu)" in page and "(nvme)" not in page
+    assert "moves between the device and its other tiers" in page
+    assert "swap files" not in page.lower()
+    assert f"offload.fraction 0.5: {made.offloaded:.1%} of the optimizer state" in page
+    assert 0.25 < made.offloaded <= 0.5
+    assert "offload.fraction" not in plan_page(CONFIG, forecast(CONFIG))
+
+
+def test_opening_names_tiers_and_the_folder_of_the_swap_files(tmp_path: Path) -> None:
+    config = ASKED.updated({"offload": "nvme", "offload.nvme.dir": str(tmp_path)}).resolved()
+    text = "\n".join(opening_lines(config, forecast(config), RunDirectory(tmp_path), 1))
+    assert " down to other tiers and " in text and " read and " in text
+    assert f"swap files below {tmp_path}" in text
 
 
 def test_of_a_gpu_and_of_a_foreign_model_nothing_is_claimed() -> None:

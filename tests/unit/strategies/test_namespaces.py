@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from zeroexp.errors import ConfigError
 from zeroexp.strategies import compat, fabric_strategy_class, strategy_class
-from zeroexp.strategies.registry import LATER, NAMES
+from zeroexp.strategies.registry import NAMES
 
 
 @pytest.mark.parametrize("name", compat.NAMESPACES)
@@ -47,14 +46,19 @@ def test_a_name_makes_the_strategy_of_its_registry(name: str, registered: str) -
         assert made.asked.zero.stage == NAMES[registered].get("stage", 1)
 
 
-@pytest.mark.parametrize("registered", LATER)
-def test_offload_names_are_refused_by_name(registered: str) -> None:
+@pytest.mark.parametrize(
+    ("registered", "stage", "optim"),
+    [
+        ("zeroexp_stage_2_offload", 2, "cpu"),
+        ("zeroexp_stage_3_offload", 3, "cpu"),
+        ("zeroexp_stage_3_offload_nvme", 3, "nvme"),
+    ],
+)
+def test_offload_names_place_the_optimizer_state(registered: str, stage: int, optim: str) -> None:
     registry = compat.namespace("lightning.pytorch").StrategyRegistry
-    with pytest.raises(ConfigError) as caught:
-        registry.get(registered)
-    [problem] = caught.value.problems
-    assert registered in problem.key
-    assert "tiers" in problem.problem
+    asked = registry.get(registered).asked
+    assert asked.zero.stage == stage
+    assert (asked.offload.optim_tier, asked.offload.params_tier) == (optim, "device")
 
 
 def test_the_two_classes_belong_to_their_own_tree() -> None:

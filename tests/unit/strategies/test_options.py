@@ -13,11 +13,11 @@ from zeroexp.errors import ConfigError
 from zeroexp.strategies.options import build_config, on_ranks
 
 
-def build(config: Any = None, offload: str | None = None, **zero: Any) -> Config:
+def build(config: Any = None, offload: Any = None, **zero: Any) -> Config:
     return build_config(config, zero, offload, None)
 
 
-def problems(config: Any = None, offload: str | None = None, **zero: Any) -> dict[str, str]:
+def problems(config: Any = None, offload: Any = None, **zero: Any) -> dict[str, str]:
     with pytest.raises(ConfigError) as caught:
         build(config, offload, **zero)
     return {p.key: f"{p.problem} {p.fix}" for p in caught.value.problems}
@@ -58,10 +58,30 @@ def test_a_missing_file_is_named_with_the_working_directory(
     assert str(tmp_path) in str(caught.value)
 
 
-def test_offload_is_refused_by_name() -> None:
-    said = problems(offload="nvme", stage=3)
-    assert list(said) == ["offload.kind"]
-    assert "tiers" in said["offload.kind"]
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"offload": "nvme"},
+        {"offload": {"kind": "nvme"}},
+        {"config": {"offload": "nvme"}},
+        {"config": {"offload.kind": "nvme"}},
+    ],
+)
+def test_a_word_for_the_section_is_the_kind_of_offload(given: dict[str, Any]) -> None:
+    got = build(**given).offload
+    assert (got.optim_tier, got.params_tier) == ("nvme", "device")
+
+
+def test_offload_may_be_a_mapping_of_its_keys() -> None:
+    got = build(stage=3, offload={"kind": "nvme", "fraction": 0.5, "nvme": {"queue_depth": 8}})
+    assert (got.offload.fraction, got.offload.nvme.queue_depth) == (0.5, 8)
+    assert build(offload={"kind": "nvme", "nvme.dir": "/x"}).offload.nvme.dir == "/x"
+
+
+def test_offload_that_cannot_be_is_refused_with_the_nearest() -> None:
+    assert "Did you mean nvme?" in problems(offload="nvm")["offload.kind"]
+    assert "offload.nvme.dir" in problems(offload={"nvme_path": "/x"})["offload.nvme_path"]
+    assert "beside config" in problems({"zero": {"stage": 3}}, offload="cpu")["offload.kind"]
 
 
 def test_every_problem_is_in_one_report() -> None:

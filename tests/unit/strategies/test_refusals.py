@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -136,3 +137,21 @@ def test_a_group_of_another_run_is_refused() -> None:
             strategy.start_process_group()
     finally:
         dist.destroy_process_group()
+
+
+def test_swap_files_that_cannot_be_written_are_found_before_the_model_is_built(
+    tmp_path: Path,
+) -> None:
+    """NV-02: the key, the path and the system's reason."""
+    (tmp_path / "file").touch()
+
+    class Late(Net):
+        def configure_model(self) -> None:
+            raise AssertionError("a model is built")
+
+    offload = {"kind": "nvme", "nvme.dir": str(tmp_path / "file")}
+    with pytest.raises(ConfigError) as caught:
+        trainer(ZeroStrategy(3, offload=offload)).fit(Late(), data())
+    (problem,) = caught.value.problems
+    assert problem.key == "offload.nvme.dir"
+    assert f"{tmp_path}/file: Not a directory" in problem.problem

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from zeroexp.config.rules.model import MODEL_RULES
+from zeroexp.config.rules.offload import OFFLOAD_RULES
 from zeroexp.config.rules.precision import PRECISION_RULES
 from zeroexp.config.rules.ranks import RANK_RULES
 from zeroexp.config.rules.rule import ALWAYS, COMMAND, START, Rule, differs
@@ -33,6 +34,7 @@ def _does_nothing(key: Key) -> Rule:
 
 RULES: tuple[Rule, ...] = (
     *RANK_RULES,
+    *OFFLOAD_RULES,
     *PRECISION_RULES,
     *MODEL_RULES,
     *RUN_RULES,

@@ -42,9 +42,9 @@ class LaunchConfig:
     )
     guard: str = setting(
         "refuse",
-        "what a plan that does not fit into memory does. refuse the run with status wont_fit, "
-        "warn, or off.",
-        changes="whether a run starts that is planned to exceed memory",
+        "what a plan that does not fit does. For state in memory and swap files on disk: refuse "
+        "the run with status wont_fit, warn, or off.",
+        changes="whether a run starts that is planned to exceed memory or disk",
         choices=("refuse", "warn", "off"),
         digest=False,
     )

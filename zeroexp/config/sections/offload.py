@@ -69,8 +69,11 @@ class NvmeConfig:
 
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
-    """The tiers of optimizer state and parameters. Owned gradients of stages 2 and 3 go to host
-    memory with the optimizer state, and to disk with the parameters."""
+    """The tier on which each kind of state lives between its uses.
+
+    Owned gradients of stages 2 and 3 go to host memory with the optimizer state, and to disk with
+    the parameters.
+    """
 
     kind: str = setting(
         "none",
@@ -93,8 +96,8 @@ class OffloadConfig:
     )
     fraction: float = setting(
         1.0,
-        "part of the optimizer state that leaves the device, in whole segments: the largest "
-        "first, as many as fit into it. `zeroexp plan` shows what it comes to.",
+        "part of the optimizer state that leaves the device. In whole segments, the largest first, "
+        "as many as fit into it; `zeroexp plan` shows what that comes to.",
         changes="state bytes per tier",
         minimum=0,
         maximum=1,
@@ -110,8 +113,8 @@ class OffloadConfig:
     )
     delayed_update: bool = setting(
         False,
-        "step with the gradients of the step before, beside forward and backward: weights are one "
-        "step stale (ZeRO-Offload's delayed parameter update).",
+        "step with the gradients of the step before. The step runs beside forward and backward, "
+        "and weights are one step stale (ZeRO-Offload's delayed parameter update).",
         changes="the weights, and step time",
     )
     chunk: int = setting(
@@ -123,3 +126,18 @@ class OffloadConfig:
         minimum=2**16,
     )
     nvme: NvmeConfig = field(default_factory=NvmeConfig)
+
+    @property
+    def optim_tier(self) -> str:
+        """The tier of the optimizer state, ``auto`` resolved."""
+        return OFFLOAD_TIERS[self.kind][0] if self.optim == "auto" else self.optim
+
+    @property
+    def params_tier(self) -> str:
+        """The tier of the parameters between their uses, ``auto`` resolved."""
+        return OFFLOAD_TIERS[self.kind][1] if self.params == "auto" else self.params
+
+    @property
+    def uses_files(self) -> bool:
+        """Whether anything lives in swap files."""
+        return "nvme" in (self.optim_tier, self.params_tier)

@@ -51,7 +51,8 @@ class ZeroConfig:
     reshard_after_forward: str = setting(
         "true",
         "release a unit after its forward pass. true, false (keep it whole until backward), or "
-        "auto (all but the root unit, which backward needs at once). Stage 3 only.",
+        "auto (all but the root unit, which backward needs at once). Stage 3, and parameters off "
+        "the device.",
         changes="peak bytes and the all-gather bytes of a step (3 or 2 times the model)",
         choices=("true", "false", "auto"),
     )
