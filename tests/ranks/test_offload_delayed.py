@@ -22,8 +22,8 @@ def make(model: torch.nn.Module) -> tuple[torch.optim.Optimizer, Any]:
 
 
 def stale_loop() -> dict[str, Tensor]:
-    """``w[i+1] = step(w[i], g(w[i-1]))`` with the learning rate of the step that made ``g``, and the
-    last gradient applied at the end."""
+    """``w[i+1] = step(w[i], g(w[i-1]))`` with the learning rate of the step that made ``g``, and
+    the last gradient applied at the end."""
     model = tiny_gpt()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer, scheduler = make(model)

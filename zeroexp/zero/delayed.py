@@ -1,5 +1,5 @@
-"""Steps one boundary late, beside the forward and backward that follow (the delayed parameter update
-of Ren et al., arXiv:2101.06840, section 5.2)."""
+"""Steps one boundary late, beside the forward and backward that follow (the delayed parameter
+update of Ren et al., arXiv:2101.06840, section 5.2)."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -266,6 +267,23 @@ def test_prefetched_records_give_way(make: Make, tmp_path: Path) -> None:
     assert swap.open(1)[0] == 1
 
 
+def test_a_slot_whose_write_is_over_is_free_for_every_file(
+    whenever: Whenever, tmp_path: Path
+) -> None:
+    whenever.stopped = True
+    with FileEngine() as engine:
+        make = swap_in(engine, tmp_path, 2)
+        first, second = make([100, 100], "a"), make([100], "b")
+        second.store(0, random_bytes(100)).wait()
+        for record in (0, 1):
+            put(first, record, random_bytes(100, record))
+        assert not second.prefetch(0)
+        whenever._do(max(whenever.to_do))
+        assert second.prefetch(0) and len(whenever.to_do) == 2
+        assert second.open(0).equal(random_bytes(100))
+        assert first.open(1).equal(random_bytes(100, 1)), "waits for the slot of the first write"
+
+
 def test_a_store_outdates_what_was_prefetched(make: Make, tmp_path: Path) -> None:
     swap = swap_in(make(), tmp_path)([100])
     put(swap, 0, random_bytes(100))
@@ -392,8 +410,9 @@ def test_an_error_of_a_write_is_not_lost(make: Make, tmp_path: Path, how: str) -
         put(swap, 1, random_bytes(5000))
         if how == "call":  # the write ends some time; the call after that says so
             with pytest.raises(FileError) as caught:
-                while True:
+                for _ in range(10_000):
                     swap.prefetch(0)
+                    time.sleep(0.001)
         else:
             with pytest.raises(FileError) as caught:
                 swap.flush() if how == "flush" else swap.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -13,6 +15,7 @@ import torch
 from tests.unit.tiers.conftest import Make
 from zeroexp.errors import FileError
 from zeroexp.tiers import Moved, Traffic, Transfer, traffic
+from zeroexp.tiers.python_pool import PythonPool
 
 
 @dataclass
@@ -107,8 +110,6 @@ def test_what_a_failed_transfer_left_undone_is_not_counted(clock: Clock) -> None
 
 def test_a_transfer_ends_when_it_ends_not_when_somebody_looks(make: Make, tmp_path: Path) -> None:
     """The engine's clock is time.monotonic: what is waited for in reverse still ended in order."""
-    import time
-
     file = make().create(tmp_path / "f", 10_000)
     before = time.monotonic()
     first = file.submit_write(torch.zeros(10_000, dtype=torch.uint8))
@@ -120,3 +121,17 @@ def test_a_transfer_ends_when_it_ends_not_when_somebody_looks(make: Make, tmp_pa
     assert first.ended == 0.0
     first.wait()
     assert before <= first.ended <= between <= second.ended <= time.monotonic()
+
+
+def test_the_python_engine_notes_the_end_of_the_last_piece(tmp_path: Path) -> None:
+    pool, go = PythonPool("test", block_size=4096, threads=1), threading.Event()
+    number, _ = pool.open(str(tmp_path / "f"), "create", 10_000)
+    pool._executor.submit(go.wait)
+    data = torch.zeros(10_000, dtype=torch.uint8)
+    ticket = pool.submit(
+        file=number, write=True, address=data.data_ptr(), num_bytes=10_000, offset=0
+    )
+    held_until = time.monotonic()
+    go.set()
+    assert held_until <= pool.wait(ticket).ended <= time.monotonic()
+    pool.shut_down()
