@@ -1,5 +1,6 @@
 """The other kernels that pass over memory once, and what torch does in their place: the updates of
-SGD, Adagrad and Lion, and a bf16 gradient that is divided and added to its fp32 buffer."""
+SGD, Adagrad and Lion, a bf16 gradient that is divided and added to its fp32 buffer, gradients that
+are scaled, cast and checked, the look for edited parameters, and the checksum of a swap file."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from benchmarks.adamw import Contender, fresh
 from zeroexp import ops
+from zeroexp.ops.edits import adopt_edits_in_torch
 from zeroexp.ops.lion import lion_in_torch_
 
 Shapes = list[tuple[int, ...]]
@@ -73,11 +75,48 @@ def arrival(shapes: Shapes) -> dict[str, Contender]:
     return {"zeroexp": ours, "torch's operations": by_torch}
 
 
+def cast(shapes: Shapes) -> dict[str, Contender]:
+    """An fp32 gradient to bf16, with the norm that says whether it is finite."""
+    g, _, _, low = _flat(shapes)
+
+    def by_torch() -> None:
+        low.copy_(g * 0.5)
+        float(torch.linalg.vector_norm(low, dtype=torch.float64))
+
+    return {
+        "zeroexp huge": lambda: _drop(ops.scale_cast(low, g, 0.5)),
+        "torch's operations": by_torch,
+    }
+
+
+def edits(shapes: Shapes) -> dict[str, Contender]:
+    """Parameters that nobody edited; the sums of squares of both tensors only read the same."""
+    master, _, _, low = _flat(shapes)
+    low.copy_(master)
+    return {
+        "zeroexp huge": lambda: _drop(ops.adopt_edits(master, low)),
+        "two sums of squares": lambda: _drop(ops.sum_squares(master) + ops.sum_squares(low)),
+        "torch's operations": lambda: _drop(adopt_edits_in_torch(master, low)),
+    }
+
+
+def checksum(shapes: Shapes) -> dict[str, Contender]:
+    """One thread, whatever the case says; the sum of squares only reads the same."""
+    data, _, _, _ = _flat(shapes)
+    return {
+        "zeroexp huge": lambda: _drop(ops.checksum(data)),
+        "sum of squares": lambda: _drop(ops.sum_squares(data)),
+    }
+
+
 PASSES: Mapping[str, Callable[[Shapes], dict[str, Contender]]] = {
     "SGD with momentum": sgd,
     "Adagrad": adagrad,
     "Lion": lion,
     "bf16 gradient into fp32": arrival,
+    "fp32 gradient scaled to bf16": cast,
+    "look for edits": edits,
+    "checksum": checksum,
 }
 
 
@@ -118,6 +157,10 @@ def _beside(
         "zeroexp huge + bf16 copy": lambda: step(low),
         "torch fused + copy_": fused_copy,
     }
+
+
+def _drop(result: object) -> None:
+    """A contender returns nothing."""
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:

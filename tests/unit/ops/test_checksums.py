@@ -35,6 +35,15 @@ def test_checksum_is_its_definition(isa: str, size: int, seed: int) -> None:
     assert ops.checksum(data, seed=seed) == expected(bytes(data.tolist()), seed)
 
 
+def test_every_tail_and_every_start(isa: str) -> None:
+    """Around the width of every vector, from addresses that no vector likes."""
+    data = random_bytes(300)
+    for size in (*range(0, 140), 255, 257):
+        start = size % 9
+        part = data[start : start + size]
+        assert ops.checksum(part, seed=size) == expected(bytes(part.tolist()), size)
+
+
 def test_blocks_of_the_reference_join(isa: str) -> None:
     data = random_bytes((1 << 23) + 13)
     assert ops.checksum(data) == expected(data.numpy().tobytes())
