@@ -18,7 +18,7 @@ from zeroexp.checkpoint import directory, full
 from zeroexp.comm import World
 from zeroexp.comm.pool import BufferPool
 from zeroexp.comm.ranks import with_ranks
-from zeroexp.config import Config
+from zeroexp.config import Config, waits_for
 from zeroexp.errors import ModelError, OptimizerError
 from zeroexp.layout import Layout
 from zeroexp.ledger import Ledger
@@ -28,6 +28,7 @@ from zeroexp.optim.face import Collect, Face, state_left_behind
 from zeroexp.optim.groups import group_numbers
 from zeroexp.placement import StatePlacement, Tier, place
 from zeroexp.precision import LossScale, Policy
+from zeroexp.tiers import border_of
 from zeroexp.zero.attachment import Attachment
 from zeroexp.zero.backward import Backward
 from zeroexp.zero.boundary import Boundary
@@ -102,6 +103,7 @@ class Engine:
             self.policy,
             BufferPool(self.device, self.ledger, "gradients"),
             SparePages(self.ledger),
+            border_of(self.device),
             self.device,
             zero.bucket,
             fraction=offload.fraction,
@@ -203,15 +205,13 @@ class Engine:
         if asked == "false" or not self.steppers:
             return None
         placement = self._around.placement
+        key = waits_for(self.config, clips=False)
         reasons = {
             "the optimizer state is on the device": placement.optim.tier is Tier.DEVICE,
             "parameters are not sharded (stage 3)": not placement.params.sharded,
             "there are several optimizers": len(self.steppers) > 1,
             "replicas must sum their gradients first": self.world.replicas.size > 1,
-            "a loss scale decides whether there is a step": (
-                self.config.precision.loss_scale.mode != "off"
-            ),
-            "a non-finite gradient skips the whole step": self.policy.nonfinite == "skip",
+            f"{key} must know of all gradients first": key is not None,
             "the update is delayed": self.config.offload.delayed_update,
         }
         reason = reason or next((text for text, holds in reasons.items() if holds), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,7 +68,7 @@ def reference(num_ranks: int) -> dict[str, Tensor]:
     return {k: v.cpu() for k, v in net.state_dict().items()}
 
 
-def sharded(stage: int, compute: str = "fp32") -> tuple[dict[str, Tensor], Engine]:
+def sharded(stage: int, compute: str = "fp32", **offload: Any) -> tuple[dict[str, Tensor], Engine]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     net, optimizer = build()
@@ -77,6 +78,7 @@ def sharded(stage: int, compute: str = "fp32") -> tuple[dict[str, Tensor], Engin
         {
             "zero": {"stage": stage},
             "precision": {"compute": compute},
+            "offload": offload,
             "trainer": {"gradient_clip_val": None, "devices": num_ranks},
         },
     )
@@ -102,25 +104,53 @@ def test_bf16_keeps_a_master_copy() -> None:
     )
 
 
-def _rank(rank: int, num_ranks: int, stage: int, port: int) -> None:
+KINDS = ("cpu", "nvme", "cpu_params", "nvme_params")
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tiers_equal_the_device(tmp_path: Path, kind: str, stage: int, compute: str) -> None:
+    """SGD does the same operations on both sides of the border."""
+    wanted, _ = sharded(stage, compute)
+    nvme = {"nvme": {"dir": str(tmp_path)}} if "nvme" in kind else {}
+    found, engine = sharded(stage, compute, kind=kind, **nvme)
+    assert all(torch.allclose(found[k], wanted[k], atol=1e-6) for k in wanted)
+    held = engine.ledger.state_bytes()
+    assert held["optim"]["device"] == 0
+    assert (held["params"]["device"] == 0) == kind.endswith("params")
+    assert {
+        s.master.device.type for s in engine.model.trainable_segments if s.master is not None
+    } <= {"cpu"}
+
+
+def test_a_delayed_update_goes_on_beside_the_device() -> None:
+    immediate, _ = sharded(3, kind="cpu")
+    delayed, _ = sharded(3, kind="cpu", delayed_update=True)
+    assert any(not torch.equal(delayed[k], immediate[k]) for k in immediate)
+
+
+def _rank(rank: int, num_ranks: int, stage: int, port: int, kind: str, folder: str) -> None:
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", rank=rank, world_size=num_ranks)
-    found, _ = sharded(stage)
+    nvme = {"nvme": {"dir": folder}} if "nvme" in kind else {}
+    found, _ = sharded(stage, kind=kind, **nvme)
     if rank == 0:
         wanted = reference(num_ranks)
         assert all(torch.allclose(found[k], wanted[k], atol=1e-5) for k in wanted)
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("kind", ["none", *KINDS])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_devices_equal_the_global_batch(stage: int) -> None:
+def test_two_devices_equal_the_global_batch(tmp_path: Path, stage: int, kind: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    mp.spawn(_rank, args=(2, stage, port), nprocs=2)
+    mp.spawn(_rank, args=(2, stage, port, kind, str(tmp_path)), nprocs=2)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ def steps_in_backward(config: Config, *, clips: bool | None = None) -> bool:
     offload = config.offload
     return (
         offload.optim_tier != "device"
+        and config.zero.stage == 3  # a unit that is whole all the time may still be read
+        and config.shard_size == config.data_ranks  # replicas sum their gradients first
         and offload.step_in_backward != "false"
         and not offload.delayed_update
         and waits_for(config, clips=clips) is None

@@ -7,6 +7,7 @@ keeps records in such a file and passes them through the slots of a :class:`Ring
 
 from __future__ import annotations
 
+from zeroexp.tiers.border import Border, Crossing, border_of
 from zeroexp.tiers.file import EngineStatus, File, FileEngine, Transfer
 from zeroexp.tiers.ring import Ring
 from zeroexp.tiers.scratch import ScratchFolder
@@ -14,6 +15,8 @@ from zeroexp.tiers.swap_file import Pending, SwapFile
 from zeroexp.tiers.traffic import Moved, Traffic
 
 __all__ = [
+    "Border",
+    "Crossing",
     "EngineStatus",
     "File",
     "FileEngine",
@@ -24,4 +27,5 @@ __all__ = [
     "SwapFile",
     "Traffic",
     "Transfer",
+    "border_of",
 ]

@@ -94,9 +94,13 @@ class Boundary:
             self._summed.add(key)
             for segment in stepper.segments:
                 with segment.grads.at_hand(edits=True) as owned:
+                    here = owned.to(
+                        self._model.around.device
+                    )  # itself, unless it is off the device
                     self._world.replicas.all_reduce(
-                        owned, tag=segment.tag, what="all-reduce over the replicas"
+                        here, tag=segment.tag, what="all-reduce over the replicas"
                     ).wait()
+                    owned.copy_(here)
             agreement = self._agree(stepper)
         self._agreements[key] = agreement
         self.grad_norm = self.grad_norm_clipped = self._norm_of([stepper])
@@ -277,9 +281,10 @@ class Boundary:
         if not agreement.touched[stepper.segments.index(segment)][slot]:
             return None
         with segment.grads.at_hand() as owned:
-            out = torch.empty(segment.spec.size, dtype=owned.dtype, device=owned.device)
+            mine = owned.to(self._model.around.device, copy=True)
+            out = torch.empty(segment.spec.size, dtype=mine.dtype, device=mine.device)
             self._world.gather.all_gather(
-                out, owned.clone(), tag=segment.tag, what="all-gather of a gradient"
+                out, mine, tag=segment.tag, what="all-gather of a gradient"
             ).wait()
         at = segment.spec.slots[slot]
         grad = out[at.offset : at.stop].view(at.spec.shape).float()

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from zeroexp.comm.pool import flat_zeros
 from zeroexp.optim.history import Run
+from zeroexp.placement import Tier
 from zeroexp.zero.pieces import PieceStep
 from zeroexp.zero.segment import SegmentState, Surroundings
 from zeroexp.zero.stepper import Stepper
@@ -87,9 +87,8 @@ class DelayedStep:
     def _copies_of(self, segment: SegmentState) -> tuple[Tensor, Tensor]:
         found = self._copies.get(segment.tag)
         if found is None:
-            host = segment.optim_device
-            gradient = flat_zeros(segment.num_stepped, segment.grads.dtype, host)
-            values = flat_zeros(segment.num_stepped, segment.dtype, host)
+            gradient = segment.zeros(segment.num_stepped, segment.grads.dtype, Tier.CPU)
+            values = segment.zeros(segment.num_stepped, segment.dtype, Tier.CPU)
             segment.hold_delayed(gradient.nbytes + values.nbytes)
             found = self._copies[segment.tag] = gradient, values
         return found

@@ -20,6 +20,7 @@ from zeroexp import ops
 from zeroexp.comm import Pending
 from zeroexp.comm.pool import flat_zeros
 from zeroexp.placement import Tier
+from zeroexp.tiers import Crossing
 
 if TYPE_CHECKING:
     from zeroexp.zero.home import DiskHome
@@ -77,6 +78,8 @@ class GradientState:
         self._spare: Tensor | None = None
         self._disk: DiskHome | None = None
         self._squares: float | None = None
+        self._crossing: Crossing | None = None
+        self._adds = False
 
     def allocate(self) -> None:
         """Make the permanent buffer, as the placement of gradients says."""
@@ -85,7 +88,8 @@ class GradientState:
             self._disk = segment.on_disk.grads
             segment.hold("grads", spec.shard_size * self.dtype.itemsize)
         elif segment.placement.grads.sharded:
-            self._owned = flat_zeros(spec.shard_size, self.dtype, device)
+            tier = segment.placement.grads.tier
+            self._owned = segment.zeros(spec.shard_size, self.dtype, tier)
             segment.hold("grads", self._owned.nbytes)
         else:
             self._local = flat_zeros(spec.size, self.dtype, device)
@@ -174,10 +178,13 @@ class GradientState:
                     view.zero_()
         if self._divisor != 1.0 and not self._divide_on_arrival:
             local.div_(self._divisor)
+        self._land()
         add = self.has_owned
         if self._disk is not None and self._owned is None:
             self._owned = self._disk.fetch() if add else self._disk.take()
         out = self._owned if self._owned is not None else local[self._lo : self._hi]
+        crosses = out.device != local.device  # reduced on the device, owned on the host
+        sum_here = torch.empty_like(out, device=local.device) if crosses else out
         group = around.world.reduce
         rows = local.view(group.size, spec.shard_size)
         step = max(1, around.bucket // self.dtype.itemsize // group.size)
@@ -187,16 +194,19 @@ class GradientState:
         def launch(cut: tuple[int, int]) -> Pending:
             a, b = cut
             return group.reduce_scatter(
-                out[a:b],
+                sum_here[a:b],
                 [row[a:b] for row in rows],
                 tag=self._tag,
                 what=f"reduce-scatter of the gradients of unit {spec.unit or 'root'}",
-                add=add,
+                add=add and not crosses,
                 wire=wire,
             )
 
         def finish() -> None:
             self.has_owned, self._squares = True, None
+            if crosses:
+                self._adds = add
+                self._crossing = around.border.down(sum_here, None if add else out)
             if self._segment.placement.grads.tier is not Tier.DEVICE:
                 around.ledger.moved("down", out.nbytes)
             self._nothing_waits()
@@ -205,6 +215,15 @@ class GradientState:
                 self._raw, self._local, self._views = None, None, []
 
         return Reduction([partial(launch, cut) for cut in cuts], finish)
+
+    def _land(self) -> None:
+        """What the last reduction made on the device is on the host when this returns."""
+        if self._crossing is not None:
+            crossing, self._crossing = self._crossing, None
+            arrived = crossing.wait()
+            if self._adds:
+                assert self._owned is not None
+                self._owned.add_(arrived)
 
     def park(self) -> None:
         """Nobody needs ``owned`` for now: to disk with it, where that is its place."""
@@ -216,6 +235,7 @@ class GradientState:
     @contextmanager
     def at_hand(self, *, edits: bool = False) -> Iterator[Tensor]:
         """:attr:`owned` in memory, wherever it is between uses; ``edits``: changes are kept."""
+        self._land()
         parked = self._disk is not None and self._owned is None
         if parked:
             assert self._disk is not None
@@ -255,6 +275,7 @@ class GradientState:
     def owned(self) -> Tensor:
         """Reduced gradients of this rank's slice ``[shard_size]``, still scaled; in memory, see
         :meth:`at_hand`."""
+        self._land()
         if self._owned is not None:
             return self._owned
         assert self._local is not None
@@ -277,13 +298,20 @@ class GradientState:
         """What the optimizer sees beside ``master``."""
         if not self._segment.placement.optim.sharded:
             assert self._local is not None
-            yield self._local
+            yield self._beside_master(self._local)
             return
         with self.at_hand() as owned:
-            yield owned
+            yield self._beside_master(owned)
+
+    def _beside_master(self, gradient: Tensor) -> Tensor:
+        leaves = self._segment.placement.optim.tier is not Tier.DEVICE
+        if leaves and gradient.device == self._around.device:
+            return self._around.border.down(gradient).wait()
+        return gradient
 
     def clear(self) -> None:
         """Forget all gradients: after a step, a skip, or ``zero_grad``."""
+        self._land()
         self.has_owned, self._squares = False, None
         self.touched = [False] * len(self.touched)
         self._nothing_waits()

@@ -164,7 +164,7 @@ class DiskHome(Home):
 
     def write(self, values: Tensor) -> None:
         self.put_back()
-        self._file.store(self._record, values.contiguous()).wait()
+        self._file.store(self._record, values.cpu().contiguous()).wait()
 
     @contextmanager
     def updating(self, *, keeps: bool) -> Iterator[Tensor]:

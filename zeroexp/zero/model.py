@@ -302,7 +302,7 @@ class ShardedModel:
         (collective)."""
         if not segment.has_master_copy and segment.home is None:
             return segment.full
-        mine = segment.read_values()
+        mine = segment.read_values().to(self.around.device)
         if mine.numel() == segment.spec.size:
             return mine
         out = torch.empty(segment.spec.size, dtype=mine.dtype, device=mine.device)

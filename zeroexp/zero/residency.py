@@ -18,9 +18,10 @@ from zeroexp.zero.order import UseOrder, backward_order
 from zeroexp.zero.segment import Surroundings
 from zeroexp.zero.unit import Life, UnitState
 
-_FROM_DISK = 3
-"""Units ahead of the one in use whose shards come from disk (Rajbhandari et al., arXiv:2104.07857,
-section 6.2: disk for i+3, host to device for i+2, all-gather for i+1)."""
+_FROM_DISK, _TO_DEVICE = 3, 2
+"""Units ahead of the one in use whose shards come from disk, and go from the host to the device
+(Rajbhandari et al., arXiv:2104.07857, section 6.2: disk for i+3, device for i+2, all-gather for
+i+1)."""
 
 _PATIENCE = 0.05
 """Seconds to wait for a reduction before a further shard is brought from disk to be offered."""
@@ -201,6 +202,9 @@ class Residency:
             for unit in order.units[at + 1 : at + 1 + _FROM_DISK]:
                 if id(unit) not in self._issued:
                     unit.prefetch()
+            for unit in order.units[at + 1 : at + 1 + _TO_DEVICE]:
+                if id(unit) not in self._issued:
+                    unit.bring_up()
 
     def offer_rest(self, waits_for: UnitState) -> None:
         """This rank is about to wait inside a backward for a reduction. A peer that has no gradient

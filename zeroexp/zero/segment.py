@@ -26,6 +26,7 @@ from zeroexp.ledger import Ledger
 from zeroexp.ops.edits import adopt_edits_in_torch
 from zeroexp.placement import Placement, StatePlacement, Tier
 from zeroexp.precision import Policy
+from zeroexp.tiers import Border, Crossing
 from zeroexp.zero.buffer import FlatBuffer, SparePages
 from zeroexp.zero.disk import Disk, OnDisk
 from zeroexp.zero.gradient import GradientState
@@ -44,6 +45,8 @@ class Surroundings:
     policy: Policy
     pool: BufferPool
     spare: SparePages
+    border: Border
+    """Between the device's memory and the host's."""
     device: torch.device
     bucket: int
     """Largest message of one reduction in bytes (``zero.bucket``)."""
@@ -96,6 +99,8 @@ class SegmentState:
         """Its records on the nvme tier, if it has any."""
         self.home: Home | None = None
         self._master: Tensor | None = None
+        self._near: Crossing | None = None
+        self._target: Tensor | None = None
         self.grads = GradientState(self)
         """Its gradients; empty unless it is trainable."""
 
@@ -128,7 +133,7 @@ class SegmentState:
         if self.on_disk is not None and self.on_disk.params is not None:
             self.on_disk.params.write(values)
             return self.on_disk.params
-        resident = flat_zeros(values.numel(), self.dtype, self.around.device)
+        resident = self.zeros(values.numel(), self.dtype, self.placement.params.tier)
         resident.copy_(values)
         return MemoryHome(resident)
 
@@ -137,8 +142,15 @@ class SegmentState:
         if self.on_disk is not None and self.on_disk.optim is not None:
             self.on_disk.optim.write("master", values.to(self.master_dtype))
             return
-        self._master = flat_zeros(values.numel(), self.master_dtype, self.around.device)
+        tier = self.placement.optim.tier
+        self._master = self.zeros(values.numel(), self.master_dtype, tier)
         self._master.copy_(values)
+
+    def zeros(self, numel: int, dtype: torch.dtype, tier: Tier) -> Tensor:
+        """A flat tensor ``[numel]`` of zeros that stays, in the memory of ``tier``."""
+        if tier is Tier.DEVICE:
+            return flat_zeros(numel, dtype, self.around.device)
+        return self.around.border.host_zeros(numel, dtype)
 
     def hold(self, kind: str, nbytes: int, label: str = "", *, sharded: bool | None = None) -> None:
         """Record ``nbytes`` of ``kind`` on its tier; ``sharded`` where it is not what the placement
@@ -168,12 +180,6 @@ class SegmentState:
         self.around.ledger.hold(
             self.spec.unit, "optim", Tier.CPU, nbytes, label=self._label + "delayed"
         )
-
-    @property
-    def optim_device(self) -> torch.device:
-        """Where what the optimizer touches is."""
-        on_device = self.placement.optim.tier is Tier.DEVICE
-        return self.around.device if on_device else torch.device("cpu")
 
     def forget(self) -> None:
         """Strike everything this segment holds from the ledger."""
@@ -223,6 +229,12 @@ class SegmentState:
         if self.home is not None:
             self.home.prefetch()
 
+    def bring_up(self) -> None:
+        """The gather is next but one: start to bring the values from the host to the device."""
+        if self.home is not None and self.around.border.divides and self._near is None:
+            if self.placement.params.tier is not Tier.DEVICE:
+                self._near = self.around.border.up(self.home.fetch())
+
     def gather(self) -> Pending:
         """Start to fill ``full`` from where the values are at home."""
         assert self.home is not None
@@ -230,8 +242,11 @@ class SegmentState:
         self.buffer.acquire()
         ledger = self.around.ledger
         ledger.hold(self.spec.unit, "whole", Tier.DEVICE, self.buffer.nbytes, label=self._label)
-        values = self.home.fetch()
-        if self.placement.params.tier is not Tier.DEVICE:
+        if self.placement.params.tier is Tier.DEVICE:
+            values = self.home.fetch()
+        else:
+            near, self._near = self._near, None
+            values = (near or self.around.border.up(self.home.fetch())).wait()
             ledger.moved("up", values.nbytes)
         if not self.cut:
             self.full.copy_(values)
@@ -253,7 +268,7 @@ class SegmentState:
 
     def offer(self) -> None:
         """Send this rank's shard ahead of the next gather."""
-        if self.cut and self.home is not None:
+        if self.cut and self.home is not None and not self.around.border.divides:
             self.around.world.gather.offer(self.home.fetch(), tag=self.tag)
 
     def release(self) -> None:
@@ -327,37 +342,79 @@ class SegmentState:
         return self._publish(values)
 
     def _publish(self, values: Tensor) -> Pending:
-        return self.around.world.gather.all_gather(
-            values,
-            values[self.lo : self.hi],
-            tag=self.tag,
-            what=f"all-gather of the new parameters of unit {self.spec.unit or 'root'}",
-        )
+        what = f"all-gather of the new parameters of unit {self.spec.unit or 'root'}"
+        gather = self.around.world.gather
+        if values.device == self.around.device:
+            return gather.all_gather(values, values[self.lo : self.hi], tag=self.tag, what=what)
+        visitor = values.to(self.around.device)  # a collective of the device, values of the host
+        gather.all_gather(visitor, visitor[self.lo : self.hi], tag=self.tag, what=what).wait()
+        self.around.border.down(visitor, values).wait()
+        return DONE
 
     @contextmanager
     def updating(self, *, keeps: bool) -> Iterator[Tensor]:
-        """The values that mirror ``master`` ``[num_stepped]``, in the dtype that computes, to be
-        replaced; ``keeps``: only a part of them.
+        """The values that mirror ``master`` ``[num_stepped]``, in the dtype that computes and on
+        the optimizer's side of the border, to be replaced; ``keeps``: only a part of them.
 
         What comes from disk is published, too, and back on disk when the context ends; for what
         stays in memory :meth:`publish` follows.
         """
+        self._near = None
         if self.home is None:
-            yield self._stepped_part(self.full)
+            part = self._stepped_part(self.full)
+            target = self._to_optimizer(part, keeps=keeps)
+            yield target
+            self._from_optimizer(target, part)
             return
         with self.home.updating(keeps=keeps) as values:
-            yield self._stepped_part(values)
+            part = self._stepped_part(values)
+            target = self._to_optimizer(part, keeps=keeps)
+            yield target
+            self._from_optimizer(target, part)
             if self.home_on_disk and self.publishes:
                 self._publish(values).wait()
+
+    def _to_optimizer(self, values: Tensor, *, keeps: bool) -> Tensor:
+        """A tensor for the new ``values`` where the optimizer works."""
+        border = self.around.border
+        if self._on_host(values) == self._optimizer_on_host:
+            return values
+        if not self._optimizer_on_host:
+            return border.up(values).wait()
+        target = border.download_target(values)
+        if keeps:
+            target.copy_(values)
+        return target
+
+    def _from_optimizer(self, target: Tensor, values: Tensor) -> None:
+        if target is values:
+            return
+        if self._optimizer_on_host:
+            self.around.border.upload(target, values)
+        else:
+            self.around.border.down(target, values).wait()
+
+    def _on_host(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu"
+
+    @property
+    def _optimizer_on_host(self) -> bool:
+        one = self.around.device.type == "cpu"
+        return one or self.placement.optim.tier is not Tier.DEVICE
 
     def begin_update(self) -> Tensor:
         """As :meth:`updating`, for all values of a slice, until :meth:`end_update`."""
         assert self.home is not None and self.cut
-        return self.home.take()
+        self._near = None
+        self._target = self._to_optimizer(self.home.take(), keeps=False)
+        return self._target
 
     def end_update(self) -> None:
         """The new values are at home."""
-        assert self.home is not None
+        assert self.home is not None and self._target is not None
+        target, self._target = self._target, None
+        if self.home.resident is not None:
+            self._from_optimizer(target, self.home.resident)
         self.home.keep()
 
     # -- edits -------------------------------------------------------------------------------------
@@ -365,6 +422,7 @@ class SegmentState:
     def write_back(self) -> None:
         """Make what is in ``full`` (edited while whole) the truth: home and master follow."""
         if self.home is not None:
+            self._near = None
             self.around.world.gather.settle()
             self.home.write(self.full[self.lo : self.hi] if self.cut else self.full)
         self._refresh_master()
@@ -380,6 +438,8 @@ class SegmentState:
         if not self.has_master_copy:
             return
         low = self._stepped_part(self.full)
+        if self._optimizer_on_host and not self._on_host(low):
+            low = self.around.border.down(low).wait()
         if self.master is not None:
             adopt(self.master, low)
             return
@@ -398,6 +458,7 @@ class SegmentState:
         if not self.transient or self.buffer.held:
             self.full.copy_(flat)
         if self.home is not None:
+            self._near = None
             self.around.world.gather.settle()
             self.home.write((flat[self.lo : self.hi] if self.cut else flat).to(self.dtype))
         if self.has_master_copy:

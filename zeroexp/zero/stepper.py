@@ -280,7 +280,8 @@ class Stepper:
         state = self.face.state[run.tensor]
         for name, value in entry.items():
             if disk is None or not per_element(value, run):
-                state[name] = value
+                here = per_element(value, run) and not run.tensor.is_meta
+                state[name] = value.to(run.tensor.device) if here else value
                 continue
             disk.write(name, value.reshape(-1), run.start)
             state[name] = torch.empty_like(value, device="meta")

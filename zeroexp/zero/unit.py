@@ -124,6 +124,12 @@ class UnitState:
             for segment in self._transient:
                 segment.prefetch()
 
+    def bring_up(self) -> None:
+        """A gather will follow next but one."""
+        if self.life is Life.SHARDED:
+            for segment in self._transient:
+                segment.bring_up()
+
     def gather(self) -> None:
         """Start to make the parameters whole."""
         self._expect(Life.SHARDED, of=self.life, action="start a gather")
