@@ -85,10 +85,15 @@ using AdoptEditsFn = bool (*)(float* master, const void* low, std::size_t begin,
 using MixLanesFn = std::uint64_t (*)(const void* data, std::size_t num_lanes, std::uint64_t key);
 
 // The checksum's constants: the golden ratio's increment and the multipliers of SplitMix64 (Steele, Lea and Flood,
-// OOPSLA 2014).
+// OOPSLA 2014), and its mixing of one value, which can be undone.
 constexpr std::uint64_t kMixStep = 0x9E3779B97F4A7C15u;
 constexpr std::uint64_t kMixFirst = 0xBF58476D1CE4E5B9u;
 constexpr std::uint64_t kMixSecond = 0x94D049BB133111EBu;
+constexpr std::uint64_t mixed(std::uint64_t x) {
+  x = (x ^ (x >> 30)) * kMixFirst;
+  x = (x ^ (x >> 27)) * kMixSecond;
+  return x ^ (x >> 31);
+}
 
 struct KernelTable {
   const char* name;

@@ -511,9 +511,12 @@ void test_choice() {
 // The definition in checksum.hpp, word by word.
 std::uint64_t expected_checksum(const Bytes& bytes, std::uint64_t seed) {
   const auto mix = [](std::uint64_t x) {
-    x = static_cast<std::uint64_t>(static_cast<unsigned __int128>(x) * 0xBF58476D1CE4E5B9u);
-    x = x ^ (x / 4294967296u);
-    return static_cast<std::uint64_t>(static_cast<unsigned __int128>(x) * 0x94D049BB133111EBu);
+    const auto times = [](std::uint64_t one, std::uint64_t other) {
+      return static_cast<std::uint64_t>(static_cast<unsigned __int128>(one) * other);
+    };
+    x = times(x ^ (x / 1073741824u), 0xBF58476D1CE4E5B9u);
+    x = times(x ^ (x / 134217728u), 0x94D049BB133111EBu);
+    return x ^ (x / 2147483648u);
   };
   std::uint64_t sum = mix(bytes.size() ^ seed);
   for (std::size_t lane = 0; lane * 8 < bytes.size(); ++lane) {
@@ -523,7 +526,7 @@ std::uint64_t expected_checksum(const Bytes& bytes, std::uint64_t seed) {
     }
     sum += mix(value ^ (seed + (lane + 1) * 0x9E3779B97F4A7C15u));
   }
-  return sum ^ (sum / 536870912u);
+  return sum;
 }
 
 void test_checksum() {

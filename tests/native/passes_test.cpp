@@ -230,8 +230,10 @@ void test_mix_lanes(const KernelTable& table) {
     for (std::size_t i = 0; i < lanes; ++i) {
       std::uint64_t lane = 0;
       for (std::size_t j = 8; j > 0; --j) lane = lane << 8 | bytes[lead + i * 8 + j - 1];
-      const std::uint64_t x = (lane ^ (key + (i + 1) * 0x9E3779B97F4A7C15u)) * 0xBF58476D1CE4E5B9u;
-      want += x ^ x >> 32;
+      std::uint64_t x = lane ^ (key + (i + 1) * 0x9E3779B97F4A7C15u);
+      x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+      x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+      want += x ^ x >> 31;
     }
     check(table.mix_lanes(bytes.data() + lead, lanes, key) == want, table.name, " mix_lanes ", lanes);
   }

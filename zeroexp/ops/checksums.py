@@ -21,8 +21,8 @@ def checksum(t: Tensor, *, seed: int = 0) -> int:
     2**64 - 1; another seed gives another sum, so that a block found in the wrong place does not
     pass. A change within 8 aligned bytes always changes the sum, any other change (also of order
     or length) does but for one case in about 2**64. It finds corruption; it is not cryptographic.
-    Defined in csrc/io/checksum.hpp: the multipliers are SplitMix64's (Steele, Lea and Flood,
-    OOPSLA 2014). Raises TypeError and ValueError.
+    Defined in csrc/io/checksum.hpp: the mixing is SplitMix64's (Steele, Lea and Flood, OOPSLA
+    2014). Raises TypeError and ValueError.
     """
     if t.device.type != "cpu" or t.layout != torch.strided:
         raise TypeError(f"checksum: t is {t.layout} on {t.device}, expected a dense CPU tensor")
@@ -47,12 +47,12 @@ def _reference(t: Tensor, seed: int) -> int:
         keys = np.arange(first + 1, first + 1 + len(lanes), dtype=np.uint64)
         keys = keys * np.uint64(_STEP) + np.uint64(seed)
         total += _mixed(lanes.astype(np.uint64), keys)
-    total &= _MASK
-    return total ^ (total >> 29)
+    return total & _MASK
 
 
 def _mixed(lanes: np.ndarray, keys: np.ndarray) -> int:
     """The sum of the mixed lanes modulo 2**64; products of arrays wrap silently."""
-    x = (lanes ^ keys) * np.uint64(_FIRST)
-    x ^= x >> np.uint64(32)
-    return int((x * np.uint64(_SECOND)).sum(dtype=np.uint64))
+    x = lanes ^ keys
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return int((x ^ (x >> np.uint64(31))).sum(dtype=np.uint64))

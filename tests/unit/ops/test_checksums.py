@@ -12,15 +12,25 @@ def expected(data: bytes, seed: int = 0) -> int:
     """The definition in whole numbers: lanes mixed with their position, summed modulo 2**64."""
 
     def mix(x: int) -> int:
-        x = x * 0xBF58476D1CE4E5B9 & M
-        return (x ^ x >> 32) * 0x94D049BB133111EB & M
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & M
+        x = (x ^ x >> 27) * 0x94D049BB133111EB & M
+        return x ^ x >> 31
 
     total = mix(len(data) ^ seed)
     for lane in range((len(data) + 7) // 8):
         value = int.from_bytes(data[lane * 8 : lane * 8 + 8], "little")
         total += mix(value ^ (seed + (lane + 1) * 0x9E3779B97F4A7C15 & M))
-    total &= M
-    return total ^ total >> 29
+    return total & M
+
+
+def test_the_mixing_is_splitmix64s() -> None:
+    """The first numbers of its sequence from 0, as published with xoshiro's seeding: the sum of
+    nothing is the mixed seed, so lanes of zeros add them up."""
+    first = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert expected(b"") == 0
+    for count in range(4):
+        length = expected(bytes(count * 8)) - sum(first[:count]) & M
+        assert length == expected(b"", seed=count * 8)
 
 
 def random_bytes(size: int) -> torch.Tensor:
@@ -69,6 +79,19 @@ def test_every_change_is_seen(isa: str) -> None:
     assert ops.checksum(data.view(torch.int64).roll(1)) != good
     assert ops.checksum(torch.zeros(64)) != ops.checksum(torch.zeros(65))
     assert ops.checksum(data) == good
+
+
+@pytest.mark.parametrize("bit", [0, 15, 31, 32, 47, 60, 61, 62, 63])
+def test_the_same_bit_of_several_lanes_does_not_cancel_out(isa: str, bit: int) -> None:
+    """A failing line flips one bit of many lanes; the signs of fp32 are bits 31 and 63."""
+    data = torch.arange(256, dtype=torch.int64)
+    good = ops.checksum(data)
+    flip = torch.tensor(1 << bit if bit < 63 else -(1 << 63))
+    for other in range(1, 256):
+        for lanes in ([0, other], [other, (other * 7 + 1) % 256, (other * 5 + 3) % 256]):
+            bad = data.clone()
+            bad[lanes] ^= flip
+            assert ops.checksum(bad) != good
 
 
 def test_what_has_no_sum_is_refused(isa: str) -> None:
