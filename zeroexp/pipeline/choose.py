@@ -29,39 +29,47 @@ _EQUAL = 1e-9
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule that was looked at. ``reason`` is why it lost, empty for the one that won;
-    ``simulation`` and ``cut`` are None where it cannot be made."""
-
-    name: str
-    virtual: int
-    reason: str
-    simulation: Simulation | None = None
-    cut: Cut | None = None
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The schedule that won, how the model is cut for it, its figures, and all that lost."""
+    """A schedule on a cut of the model, with its figures."""
 
     name: str
     virtual: int
     simulation: Simulation
     cut: Cut
-    lost: tuple[Candidate, ...]
+
+    @property
+    def label(self) -> str:
+        return _label(self.name, self.virtual)
+
+
+@dataclass(frozen=True)
+class Loser:
+    """A schedule that was not taken and why; ``candidate`` is None where it cannot be made."""
+
+    name: str
+    virtual: int
+    reason: str
+    candidate: Candidate | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The schedule that won, with its cut and figures, and all that lost."""
+
+    won: Candidate
+    lost: tuple[Loser, ...]
 
     @property
     def schedule(self) -> Schedule:
         """Compute actions only, as generators give them."""
-        return self.simulation.schedule
+        return self.won.simulation.schedule
 
     def __str__(self) -> str:
-        won = self.simulation
+        figures = self.won.simulation
         lines = [
-            f"{_label(self.name, self.virtual)}: {won.makespan:.4g} a step, "
-            f"{won.bubble_fraction:.1%} idle, {max(won.peak_activations):.4g} micro-batches of "
-            f"activations alive at most"
+            f"{self.won.label}: {figures.makespan:.4g} a step, {figures.bubble_fraction:.1%} idle, "
+            f"{max(figures.peak_activations):.4g} micro-batches of activations alive at most"
         ]
-        lines += [f"  not {_label(c.name, c.virtual)}: {c.reason}" for c in self.lost]
+        lines += [f"  not {_label(x.name, x.virtual)}: {x.reason}" for x in self.lost]
         return "\n".join(lines)
 
 
@@ -110,34 +118,31 @@ def choose(
     that split a backward, ``search`` False those that are found here. Raises :class:`ConfigError`
     if nothing fits, with what the most frugal schedule would need.
     """
-
     costs_at = partial(
         costs_of, layers, latency=latency, seconds_per_byte=seconds_per_byte, kept=kept
     )
-    found = [
-        _known(recipe, layers, stages, micro_batches, virtual, by, costs_at)
-        for recipe in RECIPES.values()
-        if split_backward or not recipe.splits_backward
-        for virtual in _allowed(recipe, max_virtual)
-    ]
+    found: list[Candidate] = []
+    refused: list[Loser] = []
+    for recipe in RECIPES.values():
+        if recipe.splits_backward and not split_backward:
+            continue
+        for virtual in _allowed(recipe, max_virtual):
+            try:
+                found.append(_known(recipe, layers, stages, micro_batches, virtual, by, costs_at))
+            except ConfigError as error:
+                why = " ".join(map(str, error.problems))
+                refused.append(Loser(recipe.name, virtual, why))
     if search and split_backward:
-        found += [
-            listed
-            for base in found
-            if base.simulation is not None and (base.name, base.virtual) in _BASES
-            for listed in _listed(base, memory)
-        ]
-    best = _best(found, memory)
+        bases = [c for c in found if (c.name, c.virtual) in _BASES]
+        found += [listed for base in bases for listed in _listed(base, memory)]
+    best = _best(found, refused, memory)
     if search:
         better = _improved(best, memory)
-        if better is not best:
+        if better is not None:
             found.append(better)
             best = better
-    assert best.simulation is not None and best.cut is not None
-    lost = tuple(
-        replace(c, reason=c.reason or _why(c, best, memory)) for c in found if c is not best
-    )
-    return Choice(best.name, best.virtual, best.simulation, best.cut, lost)
+    lost = [Loser(c.name, c.virtual, _why(c, best, memory), c) for c in found if c is not best]
+    return Choice(best, (*lost, *refused))
 
 
 def _allowed(recipe: Recipe, max_virtual: int) -> range:
@@ -154,20 +159,16 @@ def _known(
     by: str | Sequence[int],
     costs_at: Callable[[Cut], Costs],
 ) -> Candidate:
-    try:
-        schedule = recipe.make(stages, micro_batches, virtual)
-        where = cut(layers, stages * virtual, by)
-    except ConfigError as error:
-        return Candidate(recipe.name, virtual, " ".join(str(p) for p in error.problems))
-    return Candidate(recipe.name, virtual, "", simulate(schedule, costs_at(where)), where)
+    schedule = recipe.make(stages, micro_batches, virtual)
+    where = cut(layers, stages * virtual, by)
+    return Candidate(recipe.name, virtual, simulate(schedule, costs_at(where)), where)
 
 
 def _listed(base: Candidate, memory: float | None) -> Iterator[Candidate]:
     """List schedules on the stages of ``base``: within the memory, or with once and twice the
     activations of 1F1B."""
-    simulation = base.simulation
-    assert simulation is not None
-    schedule, costs, ranks = simulation.schedule, simulation.costs, simulation.schedule.num_ranks
+    schedule, costs = base.simulation.schedule, base.simulation.costs
+    ranks = schedule.num_ranks
     limits: list[float] = [ranks, 2 * ranks - 1] if memory is None else [memory]
     for limit in limits:
         found = list_schedule(
@@ -178,59 +179,58 @@ def _listed(base: Candidate, memory: float | None) -> Iterator[Candidate]:
             in_bytes=memory is not None,
         )
         if found is not None:
-            yield Candidate(LISTED, base.virtual, "", simulate(found, costs), base.cut)
+            yield Candidate(LISTED, base.virtual, simulate(found, costs), base.cut)
 
 
-def _improved(base: Candidate, memory: float | None) -> Candidate:
-    simulation = base.simulation
-    assert simulation is not None
-    size = sum(map(len, simulation.schedule.lists))
-    trials = min(_MOST_TRIALS, _SEARCH_BUDGET // max(size, 1))
-    found = improve(simulation.schedule, simulation.costs, memory, trials=trials)
-    if found.makespan >= simulation.makespan * (1 - _EQUAL):
-        return base
-    schedule = replace(found.schedule, name=SEARCHED)
-    return Candidate(SEARCHED, base.virtual, "", replace(found, schedule=schedule), base.cut)
+def _improved(base: Candidate, memory: float | None) -> Candidate | None:
+    """What the search makes of ``base`` if it gets faster."""
+    schedule, costs = base.simulation.schedule, base.simulation.costs
+    trials = min(_MOST_TRIALS, _SEARCH_BUDGET // max(1, sum(map(len, schedule.lists))))
+    found = improve(schedule, costs, memory, trials=trials)
+    if found.makespan >= base.simulation.makespan * (1 - _EQUAL):
+        return None
+    found = replace(found, schedule=replace(found.schedule, name=SEARCHED))
+    return Candidate(SEARCHED, base.virtual, found, base.cut)
 
 
 def _fits(simulation: Simulation, memory: float | None) -> bool:
     return memory is None or max(simulation.peak_bytes) <= memory
 
 
-def _best(found: Sequence[Candidate], memory: float | None) -> Candidate:
-    made = [(c, c.simulation) for c in found if c.simulation is not None]
-    fitting = [(c, s) for c, s in made if _fits(s, memory)]
+def _best(found: Sequence[Candidate], refused: Sequence[Loser], memory: float | None) -> Candidate:
+    fitting = [c for c in found if _fits(c.simulation, memory)]
     if not fitting:
-        raise ConfigError([_nothing_fits(found, memory)])
-    shortest = min(s.makespan for _, s in fitting)
-    equal = [(c, s) for c, s in fitting if s.makespan <= shortest * (1 + _EQUAL)]
-    return min(
-        equal,
-        key=lambda pair: (
-            max(pair[1].peak_bytes),
-            max(pair[1].peak_activations),
-            sum(pair[1].sends),
-        ),
-    )[0]
+        raise ConfigError([_nothing_fits(found, refused, memory)])
+    shortest = min(c.simulation.makespan for c in fitting)
+    equal = [c for c in fitting if c.simulation.makespan <= shortest * (1 + _EQUAL)]
+    return min(equal, key=lambda c: _frugality(c.simulation))
 
 
-def _nothing_fits(found: Sequence[Candidate], memory: float | None) -> Problem:
-    made = [(c, c.simulation) for c in found if c.simulation is not None]
-    if not made:
-        reasons = "; ".join(f"{_label(c.name, c.virtual)}: {c.reason}" for c in found)
+def _frugality(simulation: Simulation) -> tuple[float, float, int]:
+    return (
+        max(simulation.peak_bytes),
+        max(simulation.peak_activations),
+        sum(simulation.sends),
+    )
+
+
+def _nothing_fits(
+    found: Sequence[Candidate], refused: Sequence[Loser], memory: float | None
+) -> Problem:
+    if not found:
+        reasons = "; ".join(f"{_label(x.name, x.virtual)}: {x.reason}" for x in refused)
         return Problem("pipeline.schedule", f"no schedule can be made: {reasons}")
-    frugal, figures = min(made, key=lambda pair: max(pair[1].peak_bytes))
+    frugal = min(found, key=lambda c: _frugality(c.simulation))
     return Problem(
         "pipeline.schedule",
         f"no schedule keeps its activations within {memory:,.0f} bytes per rank.",
-        f"{_label(frugal.name, frugal.virtual)} needs the least, {max(figures.peak_bytes):,.0f}; "
-        "use smaller micro-batches, recompute or more stages",
+        f"{frugal.label} needs the least, {max(frugal.simulation.peak_bytes):,.0f}; use smaller "
+        "micro-batches, recompute or more stages",
     )
 
 
 def _why(loser: Candidate, winner: Candidate, memory: float | None) -> str:
     lost, won = loser.simulation, winner.simulation
-    assert lost is not None and won is not None
     if not _fits(lost, memory):
         return (
             f"activations take {max(lost.peak_bytes):,.0f} bytes on a rank, the limit is "
@@ -241,9 +241,11 @@ def _why(loser: Candidate, winner: Candidate, memory: float | None) -> str:
             f"{lost.makespan:.4g} a step, {lost.makespan / won.makespan - 1:.1%} more "
             f"({lost.bubble_fraction:.1%} idle)"
         )
+    if max(lost.peak_bytes) > max(won.peak_bytes):
+        return f"the same step with {max(lost.peak_bytes):,.0f} bytes of activations on a rank"
     if (most := max(lost.peak_activations)) > max(won.peak_activations):
-        return f"no faster and {most:.4g} micro-batches of activations alive"
-    return f"no better: the same step and {sum(lost.sends)} transfers"
+        return f"the same step with {most:.4g} micro-batches of activations alive"
+    return f"the same step with {sum(lost.sends)} transfers"
 
 
 def _label(name: str, virtual: int) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NoReturn
 
 from zeroexp.errors import ConfigError, Problem
 
@@ -68,94 +69,65 @@ def cut(layers: Sequence[Layer], stages: int, by: str | Sequence[int] = "paramet
     Every stage has a layer with parameters. Raises :class:`ConfigError` where that cannot be.
     """
     if stages < 1:
-        raise ConfigError(
-            [Problem("pipeline.stages", f"{stages} is not a count.", "Use 1 or more")]
-        )
+        _refuse("stages", f"{stages} is not a count.", "Use 1 or more")
     if stages > len(layers):
-        raise ConfigError(
-            [
-                Problem(
-                    "pipeline.stages",
-                    f"{stages} stages are more than the model's {len(layers)} layers.",
-                    f"Use at most {len(layers)} (stages x virtual)",
-                )
-            ]
+        _refuse(
+            "stages",
+            f"{stages} stages are more than the model's {len(layers)} layers.",
+            f"Use at most {len(layers)} (stages x virtual)",
         )
     if isinstance(by, str):
         weights = _weights(layers, by)
-        with_params = sum(layer.params > 0 for layer in layers)
-        if with_params < stages:
-            raise ConfigError(
-                [
-                    Problem(
-                        "pipeline.stages",
-                        f"only {with_params} of {len(layers)} layers have parameters, and each of "
-                        f"{stages} stages needs one.",
-                        f"Use at most {with_params} (stages x virtual)",
-                    )
-                ]
+        anchors = [layer.params > 0 for layer in layers]
+        if sum(anchors) < stages:
+            _refuse(
+                "stages",
+                f"only {sum(anchors)} of {len(layers)} layers have parameters, and each of "
+                f"{stages} stages needs one.",
+                f"Use at most {sum(anchors)} (stages x virtual)",
             )
-        bounds = balanced(weights, stages, [layer.params > 0 for layer in layers])
+        bounds = balanced(weights, stages, anchors)
     else:
         weights = [layer.params for layer in layers]
         bounds = _explicit(layers, stages, by)
-    sums = tuple(sum(weights[a:b]) for a, b in pairwise(bounds))
-    return Cut(bounds, sums)
+    return Cut(bounds, tuple(sum(weights[a:b]) for a, b in pairwise(bounds)))
+
+
+def _refuse(key: str, problem: str, fix: str) -> NoReturn:
+    raise ConfigError([Problem(f"pipeline.{key}", problem, fix)])
 
 
 def _weights(layers: Sequence[Layer], by: str) -> list[float]:
     if by not in WAYS:
-        raise ConfigError(
-            [
-                Problem(
-                    "pipeline.cut",
-                    f"no way to cut by {by}.",
-                    f"Use {', '.join(WAYS)} or the layers per stage, as in [3,4,3]",
-                )
-            ]
-        )
+        known = f"{', '.join(WAYS)} or the layers per stage, as in [3,4,3]"
+        _refuse("cut", f"no way to cut by {by}.", f"Use {known}")
     if by == "layers":
         return [1] * len(layers)
     weights = [layer.time if by == "time" else layer.params for layer in layers]
-    wrong = next((x for x in zip(layers, weights, strict=True) if not 0 <= x[1] < math.inf), None)
-    if wrong is not None:
-        raise ConfigError(
-            [
-                Problem(
-                    "pipeline.cut", f"{by} of layer {wrong[0].name} is {wrong[1]}.", "Measure again"
-                )
-            ]
-        )
+    for layer, weight in zip(layers, weights, strict=True):
+        if not 0 <= weight < math.inf:
+            _refuse("cut", f"{by} of layer {layer.name} is {weight}.", "Measure again")
     if by == "time" and not any(weights):
-        raise ConfigError(
-            [Problem("pipeline.cut", "no layer has a measured time.", "Measure, or use parameters")]
-        )
+        _refuse("cut", "no layer has a measured time.", "Measure, or cut by parameters")
     return weights
 
 
 def _explicit(layers: Sequence[Layer], stages: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    def refuse(problem: str) -> None:
-        fix = f"Give {stages} counts of 1 or more with the sum {len(layers)}"
-        raise ConfigError([Problem("pipeline.cut", problem, fix)])
-
+    fix = f"Give {stages} counts of 1 or more with the sum {len(layers)}"
     if len(sizes) != stages:
-        refuse(f"{list(sizes)} cuts {len(sizes)} stages, not {stages}.")
+        _refuse("cut", f"{list(sizes)} cuts {len(sizes)} stages, not {stages}.", fix)
     if any(size < 1 for size in sizes):
-        refuse(f"{list(sizes)} leaves a stage without a layer.")
+        _refuse("cut", f"{list(sizes)} leaves a stage without a layer.", fix)
     if sum(sizes) != len(layers):
-        refuse(f"{list(sizes)} has {sum(sizes)} layers, the model {len(layers)}.")
+        _refuse("cut", f"{list(sizes)} has {sum(sizes)} layers, the model {len(layers)}.", fix)
     bounds = (0, *accumulate(sizes))
     for stage, (a, b) in enumerate(pairwise(bounds)):
         if not any(layer.params for layer in layers[a:b]):
             names = ", ".join(layer.name for layer in layers[a:b])
-            raise ConfigError(
-                [
-                    Problem(
-                        "pipeline.cut",
-                        f"stage {stage} ({names}) has no parameters.",
-                        "Give it a layer that has some",
-                    )
-                ]
+            _refuse(
+                "cut",
+                f"stage {stage} ({names}) has no parameters.",
+                "Give it a layer that has some",
             )
     return bounds
 
