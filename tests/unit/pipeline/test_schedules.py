@@ -80,9 +80,7 @@ def test_micro_batches_in_flight(stages: int, micro_batches: int) -> None:
     """1F1B holds min(m, p - r), GPipe all of them, zero-bubble schedules at most p."""
     p, m = stages, micro_batches
     peaks = {
-        name: simulate(
-            (schedule := make_schedule(name, p, m)), Costs.uniform(schedule.num_stages)
-        )
+        name: simulate((schedule := make_schedule(name, p, m)), Costs.uniform(schedule.num_stages))
         for name in ("1f1b", "gpipe", "zb_h1", "zb_v")
     }
     assert peaks["1f1b"].peak_in_flight == tuple(min(m, p - r) for r in range(p))
