@@ -8,13 +8,13 @@ from html import escape
 from zeroexp.pipeline.action import Kind
 from zeroexp.pipeline.simulate import Simulation, Timed
 
-# Okabe and Ito's palette: told apart with any colour vision, and by lightness in grey print.
-# Light shades carry every second stage of a rank.
-COLOURS: dict[Kind, tuple[str, str]] = {
-    Kind.FORWARD: ("#56b4e9", "#aadaf4"),
-    Kind.BACKWARD: ("#e69f00", "#f3cf80"),
-    Kind.BACKWARD_INPUT: ("#f0e442", "#f8f2a1"),
-    Kind.BACKWARD_WEIGHT: ("#009e73", "#80cfb9"),
+# (fill, text) of a rank's first, third … stage and of its second, fourth …: told apart with any
+# colour vision (a test computes how far apart), and by lightness in grey print.
+COLOURS: dict[Kind, tuple[tuple[str, str], tuple[str, str]]] = {
+    Kind.FORWARD: (("#56b4e9", "#000000"), ("#aadaf4", "#000000")),
+    Kind.BACKWARD: (("#e69f00", "#000000"), ("#f2cf80", "#000000")),
+    Kind.BACKWARD_INPUT: (("#7a3d00", "#ffffff"), ("#bc9e80", "#000000")),
+    Kind.BACKWARD_WEIGHT: (("#004c77", "#ffffff"), ("#80a6bb", "#000000")),
 }
 _NAMES = {
     Kind.FORWARD: "forward",
@@ -67,18 +67,20 @@ def _title(simulation: Simulation) -> str:
     )
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+def _text(x: float, y: float, text: str, anchor: str = "start", fill: str = "#000000") -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}">{escape(text)}</text>'
+    )
 
 
 def _box(simulation: Simulation, timed: Timed, top: float, scale: float) -> str:
     action = timed.action
     x, size = _LEFT + timed.start * scale, (timed.end - timed.start) * scale
-    colour = COLOURS[action.kind][simulation.schedule.chunk_of(action.stage) % 2]
+    colour, ink = COLOURS[action.kind][simulation.schedule.chunk_of(action.stage) % 2]
     number = str(action.micro_batch)
     label = ""
     if size >= _DIGIT * len(number) + 2:
-        label = _text(x + size / 2, top + 17, number, "middle")
+        label = _text(x + size / 2, top + 17, number, "middle", ink)
     tip = (
         f"{_NAMES[action.kind]}, stage {action.stage}, micro-batch {number}: "
         f"{timed.start:.4g} to {timed.end:.4g}"
@@ -92,9 +94,9 @@ def _box(simulation: Simulation, timed: Timed, top: float, scale: float) -> str:
 def _legend(simulation: Simulation) -> list[str]:
     used = {timed.action.kind for line in simulation.timeline for timed in line}
     parts, x = [], float(_LEFT)
-    entries = [(COLOURS[kind][0], _NAMES[kind]) for kind in COLOURS if kind in used]
+    entries = [(COLOURS[kind][0][0], _NAMES[kind]) for kind in COLOURS if kind in used]
     if simulation.schedule.virtual > 1:
-        entries.append((COLOURS[Kind.FORWARD][1], "light: every second stage of a rank"))
+        entries.append((COLOURS[Kind.FORWARD][1][0], "light: every second stage of a rank"))
     for fill, name in [*entries, ("url(#idle)", "idle")]:
         parts.append(
             f'<rect x="{x:.1f}" y="12" width="14" height="14" fill="{fill}" stroke="#333333" '

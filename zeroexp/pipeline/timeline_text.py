@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 
 from zeroexp.pipeline.simulate import Simulation, Timed
 
@@ -25,9 +26,11 @@ def timeline_text(simulation: Simulation, width: int = 100) -> str:
     lines = [
         f"{heads[rank]}{_line(simulation, rank, columns)}| {tails[rank]}"[:width] for rank in ranks
     ]
+    legend = LEGEND
     if simulation.schedule.virtual > 1:
-        return "\n".join([*lines, LEGEND, "small letters: every second stage of a rank"])
-    return "\n".join([*lines, LEGEND])
+        legend += "\nsmall letters: every second stage of a rank"
+    wrapped = [part for line in legend.split("\n") for part in textwrap.wrap(line, width)]
+    return "\n".join([*lines, *wrapped])
 
 
 def _tail(simulation: Simulation, rank: int) -> str:

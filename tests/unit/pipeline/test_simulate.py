@@ -16,7 +16,13 @@ from zeroexp.pipeline.simulate import Simulation, simulate
 from zeroexp.pipeline.transfers import with_transfers
 
 SMALL = [("gpipe", 3, 4, 1), ("1f1b", 4, 5, 1), ("interleaved", 2, 4, 2), ("zb_h1", 3, 4, 1)]
-SMALL += [("zb_h1", 2, 4, 2), ("zb_v", 3, 5, 2), ("breadth_first", 2, 3, 3), ("1f1b", 1, 3, 1)]
+SMALL += [
+    ("zb_h1", 2, 4, 2),
+    ("zb_v", 3, 5, 2),
+    ("breadth_first", 2, 3, 3),
+    ("dualpipe_v", 3, 6, 2),
+    ("1f1b", 1, 3, 1),
+]
 
 
 def uneven(stages: int, seed: int, zero_transfer: bool = False) -> Costs:

@@ -177,7 +177,13 @@ def test_reduction_is_of_all_stages_of_a_rank_or_none() -> None:
 
 # One of each kind, some with several stages per rank, small enough to play thousands of times.
 SMALL = [("gpipe", 3, 4, 1), ("1f1b", 4, 5, 1), ("interleaved", 2, 4, 2), ("zb_h1", 3, 4, 1)]
-SMALL += [("zb_h1", 2, 4, 2), ("zb_v", 2, 4, 2), ("zb_v", 3, 3, 2), ("breadth_first", 2, 3, 2)]
+SMALL += [
+    ("zb_h1", 2, 4, 2),
+    ("zb_v", 2, 4, 2),
+    ("zb_v", 3, 3, 2),
+    ("breadth_first", 2, 3, 2),
+    ("dualpipe_v", 2, 5, 2),
+]
 
 
 def test_all_recipes_are_mutated() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from zeroexp.errors import ConfigError, Problem
 from zeroexp.pipeline.schedule import Schedule
 from zeroexp.pipeline.schedules.breadth_first import breadth_first
+from zeroexp.pipeline.schedules.dualpipe_v import dualpipe_v
 from zeroexp.pipeline.schedules.gpipe import gpipe
 from zeroexp.pipeline.schedules.interleaved import interleaved
 from zeroexp.pipeline.schedules.one_f_one_b import one_f_one_b
@@ -38,6 +39,15 @@ RECIPES: dict[str, Recipe] = {
             "zb_v",
             zb_v,
             "arXiv:2401.10241",
+            splits_backward=True,
+            virtual=(2, 2),
+            default=2,
+            v_shape=True,
+        ),
+        Recipe(
+            "dualpipe_v",
+            dualpipe_v,
+            "arXiv:2412.19437",
             splits_backward=True,
             virtual=(2, 2),
             default=2,
