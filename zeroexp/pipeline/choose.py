@@ -9,7 +9,7 @@ from functools import partial
 from zeroexp.errors import ConfigError, Problem
 from zeroexp.pipeline.costs import Costs
 from zeroexp.pipeline.cut import Cut, Layer, cut
-from zeroexp.pipeline.schedule import Schedule
+from zeroexp.pipeline.schedule import Schedule, loop_ranks, v_ranks
 from zeroexp.pipeline.schedules.recipe import Recipe
 from zeroexp.pipeline.schedules.registry import RECIPES
 from zeroexp.pipeline.search import LISTED, improve, list_schedule
@@ -18,11 +18,14 @@ from zeroexp.pipeline.simulate import Simulation, simulate
 SEARCHED = "searched"
 """The name of a schedule that was improved for the given costs."""
 
-# Replayed actions that the search may spend: about a second.
+LISTED_V = "listed_v"
+"""The name of a list schedule on a V of stages."""
+
+# Replayed actions that the search may spend: a second or two.
 _SEARCH_BUDGET = 300_000
 _MOST_TRIALS = 400
-# One list schedule per layout of stages: the loop with one stage a rank, and the V.
-_BASES = {("zb_h1", 1), ("zb_v", 2)}
+# How long a weight gradient may give way, in its own durations: which is best depends on the costs.
+_RELUCTANCES = (0, 0.3, 0.6)
 # Times nearer than this are the same: sums of the same costs in another order.
 _EQUAL = 1e-9
 
@@ -133,8 +136,7 @@ def choose(
                 why = " ".join(map(str, error.problems))
                 refused.append(Loser(recipe.name, virtual, why))
     if search and split_backward:
-        bases = [c for c in found if (c.name, c.virtual) in _BASES]
-        found += [listed for base in bases for listed in _listed(base, memory)]
+        found += _listed(layers, stages, micro_batches, by, max_virtual, memory, costs_at)
     best = _best(found, refused, memory)
     if search:
         better = _improved(best, memory)
@@ -164,22 +166,45 @@ def _known(
     return Candidate(recipe.name, virtual, simulate(schedule, costs_at(where)), where)
 
 
-def _listed(base: Candidate, memory: float | None) -> Iterator[Candidate]:
-    """List schedules on the stages of ``base``: within the memory, or with once and twice the
-    activations of 1F1B."""
-    schedule, costs = base.simulation.schedule, base.simulation.costs
-    ranks = schedule.num_ranks
-    limits: list[float] = [ranks, 2 * ranks - 1] if memory is None else [memory]
-    for limit in limits:
-        found = list_schedule(
-            schedule.rank_of,
-            schedule.micro_batches,
-            costs,
-            [limit] * ranks,
-            in_bytes=memory is not None,
-        )
-        if found is not None:
-            yield Candidate(LISTED, base.virtual, simulate(found, costs), base.cut)
+def _listed(
+    layers: Sequence[Layer],
+    stages: int,
+    micro_batches: int,
+    by: str | Sequence[int],
+    max_virtual: int,
+    memory: float | None,
+    costs_at: Callable[[Cut], Costs],
+) -> Iterator[Candidate]:
+    """The best list schedule of each layout of the stages: within the memory, or with once to twice
+    the activations of 1F1B."""
+    limits: list[float] = [stages, 1.5 * stages, 2 * stages - 1] if memory is None else [memory]
+    layouts = [loop_ranks(stages, v) for v in range(1, max_virtual + 1)]
+    if max_virtual > 1:
+        layouts.append(v_ranks(stages))
+    for rank_of in layouts:
+        virtual = len(rank_of) // stages
+        try:
+            where = cut(layers, len(rank_of), by)
+        except ConfigError:
+            continue  # the known schedules of as many stages say why
+        costs = costs_at(where)
+        made = [
+            list_schedule(
+                rank_of,
+                micro_batches,
+                costs,
+                [limit] * stages,
+                in_bytes=memory is not None,
+                reluctance=reluctance,
+            )
+            for limit in limits
+            for reluctance in _RELUCTANCES
+        ]
+        simulated = [simulate(schedule, costs) for schedule in made if schedule is not None]
+        if simulated:
+            best = min(simulated, key=lambda s: (s.makespan, max(s.peak_bytes)))
+            name = LISTED if rank_of == loop_ranks(stages, virtual) else LISTED_V
+            yield Candidate(name, virtual, best, where)
 
 
 def _improved(base: Candidate, memory: float | None) -> Candidate | None:

@@ -29,13 +29,15 @@ def list_schedule(
     limit: Sequence[float],
     *,
     in_bytes: bool = False,
+    reluctance: float = 0,
 ) -> Schedule | None:
     """What can start first is run first: input gradients before forwards before weight gradients.
 
     ``limit``: per rank the most activations alive, in micro-batches of the rank's share, or in
-    bytes. A forward waits while it would pass it. None if the ranks come to stand under it.
+    bytes. A forward waits while it would pass it. A weight gradient gives way to what can start up
+    to ``reluctance`` of its own duration later. None if the limit is below one micro-batch.
     """
-    return _ListScheduler(tuple(rank_of), micro_batches, costs, limit, in_bytes).run()
+    return _ListScheduler(tuple(rank_of), micro_batches, costs, limit, in_bytes, reluctance).run()
 
 
 class _ListScheduler:
@@ -46,6 +48,7 @@ class _ListScheduler:
         costs: Costs,
         limit: Sequence[float],
         in_bytes: bool,
+        reluctance: float,
     ) -> None:
         self.rank_of, self.m, self.costs, self.limit = rank_of, micro_batches, costs, limit
         stages, ranks = len(rank_of), max(rank_of) + 1
@@ -54,6 +57,13 @@ class _ListScheduler:
             costs.activations[s] if in_bytes else 1 / len(self.stages_of[rank_of[s]])
             for s in range(stages)
         ]
+        # A forward leaves room for the rank's later stages of one micro-batch: else early forwards
+        # could fill a rank, and none of them would ever come to its backward.
+        self.room = [
+            self.size[s] + sum(self.size[t] for t in self.stages_of[rank_of[s]] if t > s)
+            for s in range(stages)
+        ]
+        self.patience = [reluctance * duration for duration in costs.weight_grad]
         self.next = {(kind, s): 0 for kind in _PRIORITY for s in range(stages)}
         self.clock: list[float] = [0.0] * ranks
         self.moment = 1e-9 * self.m * sum(costs.forward + costs.input_grad + costs.weight_grad)
@@ -63,25 +73,36 @@ class _ListScheduler:
 
     def run(self) -> Schedule | None:
         lists: list[list[Action]] = [[] for _ in self.clock]
+        # What each rank would do next; only neighbours of what was done can change their mind.
+        chosen = [self._next_of(rank) for rank in range(len(self.clock))]
         for _ in range(3 * self.m * len(self.rank_of)):
-            starts = [
-                (start, priority, rank, stage)
-                for rank in range(len(self.clock))
-                for stage in self.stages_of[rank]
-                for priority, kind in enumerate(_PRIORITY)
-                if (start := self._start(rank, stage, kind)) is not None
-            ]
-            if not starts:
+            found = min((x for x in chosen if x is not None), default=None)
+            if found is None:
                 return None
-            first = min(starts)[0]
-            # Sums of the same costs in another order differ in the last bit and are one moment.
-            # Later stages first among equals of one kind: they are nearer to a backward.
-            start, priority, rank, stage = min(
-                (found for found in starts if found[0] <= first + self.moment),
-                key=lambda found: (found[1], found[2], -found[3]),
-            )
-            lists[rank].append(self._do(rank, stage, _PRIORITY[priority], start))
+            _, rank, stage, kind = found
+            lists[rank].append(self._do(rank, stage, kind))
+            ends = range(max(0, stage - 1), min(len(self.rank_of), stage + 2))
+            for neighbour in {self.rank_of[s] for s in ends}:
+                chosen[neighbour] = self._next_of(neighbour)
         return Schedule(LISTED, self.rank_of, self.m, tuple(map(tuple, lists)))
+
+    def _next_of(self, rank: int) -> tuple[float, int, int, Kind] | None:
+        starts = [
+            (start + (self.patience[stage] if kind is _PRIORITY[-1] else 0), priority, -stage, kind)
+            for stage in self.stages_of[rank]
+            for priority, kind in enumerate(_PRIORITY)
+            if (start := self._start(rank, stage, kind)) is not None
+        ]
+        if not starts:
+            return None
+        # Sums of the same costs in another order differ in the last bit and are one moment. Later
+        # stages first among equals of one kind: they are nearer to a backward.
+        first = min(starts)[0]
+        start, _, stage, kind = min(
+            (found for found in starts if found[0] <= first + self.moment),
+            key=lambda found: found[1:3],
+        )
+        return start, rank, -stage, kind
 
     def _start(self, rank: int, stage: int, kind: Kind) -> float | None:
         m = self.next[kind, stage]
@@ -89,7 +110,7 @@ class _ListScheduler:
             return None
         ready: float | None = 0.0
         if kind is Kind.FORWARD:
-            if self.alive[rank] + self.size[stage] > self.limit[rank] * (1 + 1e-9):
+            if self.alive[rank] + self.room[stage] > self.limit[rank] * (1 + 1e-9):
                 return None
             if stage:
                 ready = self._arrival(self.forward_end, stage - 1, stage, m)
@@ -110,8 +131,9 @@ class _ListScheduler:
             return end
         return end + self.costs.transfer[min(source, target)]
 
-    def _do(self, rank: int, stage: int, kind: Kind, start: float) -> Action:
+    def _do(self, rank: int, stage: int, kind: Kind) -> Action:
         m = self.next[kind, stage]
+        start = self._start(rank, stage, kind) or 0.0
         self.next[kind, stage] = m + 1
         action = Action(kind, stage, m)
         self.clock[rank] = end = start + self.costs.duration(action)
@@ -157,7 +179,7 @@ def improve(
         moved = [*actions]
         moved.insert(target, moved.pop(source))
         candidate = best.schedule.with_lists([*lists[:rank], moved, *lists[rank + 1 :]])
-        found = _tried(candidate, costs, limit)
+        found = _tried(candidate, costs, limit, best.makespan)
         # An equal step with less idling inside a rank's work is a better place to go on from.
         if found is not None and _rank_key(found) <= _rank_key(best):
             best, lists[rank] = found, moved
@@ -168,11 +190,14 @@ def _rank_key(simulation: Simulation) -> tuple[float, float]:
     return simulation.makespan, sum(simulation.bubble)
 
 
-def _tried(schedule: Schedule, costs: Costs, limit: float | None) -> Simulation | None:
-    """The figures of a rearranged list; None if it blocks or holds too much. A move keeps a valid
-    list complete, and an action that came before what it needs makes the replay wait for ever."""
+def _tried(
+    schedule: Schedule, costs: Costs, limit: float | None, longest: float
+) -> Simulation | None:
+    """The figures of a rearranged list; None if it blocks, holds too much or takes longer. A move
+    keeps a valid list complete, and an action that came before what it needs makes the replay wait
+    for ever."""
     run = replay(schedule, costs.duration, costs.transfer.__getitem__)
-    if run.waits:
+    if run.waits or max(times[-1][1] for times in run.times) > longest:
         return None
     found = measured(schedule, costs, run)
     return None if limit is not None and max(found.peak_bytes) > limit else found

@@ -28,7 +28,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return recipe.make(stages, draw(st.integers(1, 14)), virtual)
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=80)
 @given(schedules())
 def test_every_list_is_valid(schedule: Schedule) -> None:
     validate(schedule, transfers=False)
