@@ -20,6 +20,9 @@ class Kind(str, Enum):
     for, the second the gradients of the weights, which nobody waits for.
     """
 
+    # Enum's own hash is a Python call; lists of a hundred thousand actions are looked up by it.
+    __hash__ = str.__hash__
+
     FORWARD = "F"
     BACKWARD = "B"
     BACKWARD_INPUT = "I"

@@ -21,8 +21,9 @@ from zeroexp.pipeline.replay import replay
 from zeroexp.pipeline.schedule import Schedule
 from zeroexp.pipeline.validate import validate
 
-# Integers, so that what happens at the same time compares equal. None is 0: an action must start
-# before its result is sent.
+# Integers, so that what happens at the same time compares equal; none is 0: an action starts before
+# its result is sent. The same for all stages on purpose: ranks in step wait least for each other
+# where transfers block, also when their real durations differ a little.
 _DURATION = {
     Kind.FORWARD: 1,
     Kind.BACKWARD: 2,

@@ -11,7 +11,7 @@ from zeroexp.errors import ScheduleError
 from zeroexp.pipeline.action import Exchange
 from zeroexp.pipeline.costs import Costs
 from zeroexp.pipeline.schedule import Schedule
-from zeroexp.pipeline.schedules import make_schedule
+from zeroexp.pipeline.schedules import RECIPES, make_schedule
 from zeroexp.pipeline.simulate import Simulation, simulate
 from zeroexp.pipeline.transfers import with_transfers
 
@@ -213,6 +213,15 @@ def test_blocking_is_never_faster(numbers: tuple[str, int, int, int]) -> None:
         assert (
             simulate(schedule, costs, blocking=True).makespan >= simulate(schedule, costs).makespan
         )
+
+
+@pytest.mark.parametrize("name", sorted({*RECIPES} - {"dualpipe_v"}))
+def test_ranks_in_step_lose_nothing_to_blocking(name: str) -> None:
+    """F = I = W and a free wire: no rank waits at a send or receive for longer than for its tensor.
+    (The pairs of dualpipe_v would have to be one action for that.)"""
+    schedule = with_transfers(make_schedule(name, 4, 8))
+    costs = Costs.uniform(schedule.num_stages)
+    assert simulate(schedule, costs, blocking=True).makespan == simulate(schedule, costs).makespan
 
 
 def test_what_cannot_be_simulated() -> None:
