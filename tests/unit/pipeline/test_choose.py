@@ -10,12 +10,12 @@ import pytest
 
 from zeroexp.errors import ConfigError, ScheduleError
 from zeroexp.pipeline.action import Action, Entry, Kind
-from zeroexp.pipeline.choose import LISTED, LISTED_V, SEARCHED, Choice, choose, costs_of
+from zeroexp.pipeline.choose import LISTED_V, SEARCHED, Choice, choose, costs_of
 from zeroexp.pipeline.costs import Costs
 from zeroexp.pipeline.cut import Layer, cut
-from zeroexp.pipeline.schedule import Schedule, loop_ranks
+from zeroexp.pipeline.schedule import Schedule, loop_ranks, v_ranks
 from zeroexp.pipeline.schedules import RECIPES, make_schedule
-from zeroexp.pipeline.search import improve, list_schedule
+from zeroexp.pipeline.search import LISTED, improve, list_schedule
 from zeroexp.pipeline.simulate import simulate
 from zeroexp.pipeline.validate import validate
 
@@ -166,6 +166,19 @@ def test_a_list_schedule_keeps_its_limit() -> None:
         in_bytes = list_schedule(loop_ranks(4, 1), 8, costs, [10 * limit] * 4, in_bytes=True)
         assert in_bytes == schedule
     assert list_schedule(loop_ranks(4, 1), 8, costs, [0.5] * 4) is None
+
+
+@pytest.mark.parametrize("rank_of", [loop_ranks(3, 1), loop_ranks(3, 3), v_ranks(3)])
+def test_a_list_schedule_needs_one_micro_batch_only(rank_of: tuple[int, ...]) -> None:
+    """Several stages of a rank share its room: early forwards may not take all of it."""
+    costs = Costs.uniform(len(rank_of), 3, 4, 2, transfer=1)
+    for limit in (1, 1.5, 2, 3):
+        for reluctance in (0, 0.6):
+            schedule = list_schedule(rank_of, 6, costs, [limit] * 3, reluctance=reluctance)
+            assert schedule is not None
+            found = simulate(schedule, costs)  # validates it
+            assert max(found.peak_activations) <= limit + 1e-9
+    assert list_schedule(rank_of, 6, costs, [0.9] * 3) is None
 
 
 def test_less_memory_never_makes_a_step_shorter() -> None:
