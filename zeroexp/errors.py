@@ -57,6 +57,27 @@ class OptimizerError(ZeroexpError):
     """The optimizer does not fit the model or the chosen ZeRO stage."""
 
 
+class ScheduleError(ZeroexpError):
+    """A pipeline's action list is incomplete, out of order or blocks itself.
+
+    ``rank``, ``position`` (in the rank's list, from 0) and ``action`` (its text, ``F3.1``) say
+    where; None where the text at fault is not in a list.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        position: int | None = None,
+        action: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.position = position
+        self.action = action
+
+
 class RankMismatch(ZeroexpError):
     """The ranks disagree about something they must agree on (model, order, shapes)."""
 
