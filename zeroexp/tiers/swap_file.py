@@ -24,7 +24,7 @@ class SwapFile:
     A record is open in a slot of ``ring`` (:meth:`open` to :meth:`keep` or :meth:`drop`), or moves
     between the file and the caller's memory (:meth:`load`, :meth:`store`). Each starts at a
     multiple of 4096 bytes. One that was never written reads as zeros. Several files may share
-    engine, ring and ``traffic``; one thread at a time.
+    engine, ring and ``traffic``; one thread at a time calls those of one ring.
 
     * **Order.** A read that follows a write of the same record waits for it and then reads the
       file: bytes are never stale, and what a step moves does not depend on the speed of the disk.
