@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from zeroexp.tiers.border import Border, Crossing, border_of
 from zeroexp.tiers.file import EngineStatus, File, FileEngine, Transfer
+from zeroexp.tiers.pending import Pending
 from zeroexp.tiers.ring import Ring
 from zeroexp.tiers.scratch import ScratchFolder
-from zeroexp.tiers.swap_file import Pending, SwapFile
+from zeroexp.tiers.swap_file import SwapFile
 from zeroexp.tiers.traffic import Moved, Traffic
 
 __all__ = [

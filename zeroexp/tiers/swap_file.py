@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from zeroexp.errors import FileError, SwapError
 from zeroexp.ops import checksum
 from zeroexp.tiers.file import FileEngine
+from zeroexp.tiers.pending import Pending
 from zeroexp.tiers.ring import Ring, Slot, SlotState, whole_blocks
 from zeroexp.tiers.traffic import CountedTransfer, Traffic
 
@@ -24,7 +25,7 @@ class SwapFile:
     A record is open in a slot of ``ring`` (:meth:`open` to :meth:`keep` or :meth:`drop`), or moves
     between the file and the caller's memory (:meth:`load`, :meth:`store`). Each starts at a
     multiple of 4096 bytes. One that was never written reads as zeros. Several files may share
-    engine, ring and ``traffic``; one thread at a time.
+    engine, ring and ``traffic``; one thread at a time calls those of one ring.
 
     * **Order.** A read that follows a write of the same record waits for it and then reads the
       file: bytes are never stale, and what a step moves does not depend on the speed of the disk.
@@ -365,53 +366,3 @@ class SwapFile:
                 f"SwapFile {self.path}: {what} of record {record}, which is open; keep or drop it "
                 "first"
             )
-
-
-class Pending:
-    """A :meth:`SwapFile.load` or :meth:`SwapFile.store` on its way."""
-
-    __slots__ = ("_at_end", "_error", "_raised", "_transfer")
-
-    def __init__(
-        self,
-        transfer: CountedTransfer | None,
-        at_end: Callable[[FileError | None], Exception | None] | None = None,
-        raised: Callable[[Exception], None] | None = None,
-    ) -> None:
-        self._transfer = transfer
-        self._at_end = at_end
-        self._raised = raised
-        self._error: Exception | None = None
-
-    @property
-    def ended(self) -> bool:
-        """Whether somebody has waited for it."""
-        return self._transfer is None
-
-    @property
-    def over(self) -> bool:
-        """Whether :meth:`wait` would return (or raise) at once."""
-        return self._transfer is None or self._transfer.over
-
-    def wait(self) -> None:
-        """Returns when the memory is the caller's again: read and verified, or written. Raises
-        FileError or SwapError, each time it is asked."""
-        self.finish()
-        if self._error is not None:
-            if self._raised is not None:
-                self._raised(self._error)
-            raise self._error
-
-    def finish(self) -> None:
-        """Waits, and keeps the error for :meth:`wait`."""
-        if self._transfer is None:
-            return
-        error: FileError | None = None
-        try:
-            self._transfer.wait()
-        except FileError as failed:
-            error = failed
-        self._transfer = None
-        if self._at_end is not None:
-            self._error = self._at_end(error)
-            self._at_end = None

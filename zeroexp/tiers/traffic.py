@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 
@@ -35,7 +36,7 @@ class Moved:
 
 
 class Traffic:
-    """Counts transfers, since the start and by step; one thread at a time.
+    """Counts transfers, since the start and by step, of any number of files and threads.
 
     Bytes belong to the step that asked for them, so that they do not depend on the speed of the
     disk; what a failed transfer left undone is taken off again. Times belong to the step in which
@@ -49,6 +50,7 @@ class Traffic:
         self.busy = 0.0
         self.last_step = Moved()
         self._at_last_step = Moved()
+        self._lock = threading.Lock()
         self._open: dict[CountedTransfer, float] = {}
         # When something moved, disjoint and in order, as far back as an open transfer can reach.
         self._spans: list[tuple[float, float]] = []
@@ -56,7 +58,8 @@ class Traffic:
     @property
     def total(self) -> Moved:
         """Everything since the start."""
-        return Moved(self.read, self.written, self.waited, self.busy)
+        with self._lock:
+            return Moved(self.read, self.written, self.waited, self.busy)
 
     def mark_step(self) -> None:
         """Ends a step: :attr:`last_step` is what came since the last call."""
@@ -66,9 +69,10 @@ class Traffic:
 
     def count(self, transfer: Transfer, num_bytes: int, *, write: bool) -> CountedTransfer:
         """Counts a transfer that has just been submitted; wait for what this returns."""
-        self._add(num_bytes, write)
         counted = CountedTransfer(self, transfer, write)
-        self._open[counted] = time.monotonic()
+        with self._lock:
+            self._add(num_bytes, write)
+            self._open[counted] = time.monotonic()
         return counted
 
     def _add(self, num_bytes: int, write: bool) -> None:
@@ -117,17 +121,18 @@ class CountedTransfer:
 
     def wait(self) -> None:
         """As Transfer.wait. Raises FileError."""
-        traffic = self._traffic
+        traffic, undone = self._traffic, 0
         begin = time.monotonic()
         try:
             self._transfer.wait()
         except FileError as error:
-            if not self._counted:
-                traffic._add(error.done - error.wanted, self._write)
+            undone = error.wanted - error.done
             raise
         finally:
-            traffic.waited += time.monotonic() - begin
-            # Ctrl-C ends the wait, not the transfer.
-            if self._transfer.ended and not self._counted:
-                self._counted = True
-                traffic._end(self, self._transfer.ended)
+            with traffic._lock:
+                traffic.waited += time.monotonic() - begin
+                # Ctrl-C ends the wait, not the transfer.
+                if self._transfer.ended and not self._counted:
+                    self._counted = True
+                    traffic._add(-undone, self._write)
+                    traffic._end(self, self._transfer.ended)

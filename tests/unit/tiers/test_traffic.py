@@ -135,3 +135,28 @@ def test_the_python_engine_notes_the_end_of_the_last_piece(tmp_path: Path) -> No
     go.set()
     assert held_until <= pool.wait(ticket).ended <= time.monotonic()
     pool.shut_down()
+
+
+def test_threads_count_together(make: Make, tmp_path: Path) -> None:
+    """Each over a file of its own, with one Traffic: nothing is lost between them."""
+    engine, counts = make(), Traffic()
+    failed: list[BaseException] = []
+
+    def transfers(number: int) -> None:
+        try:
+            file = engine.create(tmp_path / str(number), 8 * 100)
+            data = torch.zeros(100, dtype=torch.uint8)
+            for _ in range(40):
+                submitted = [file.submit_write(data, 100 * i) for i in range(8)]
+                for transfer in [counts.count(t, 100, write=True) for t in submitted]:
+                    transfer.wait()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=transfers, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == [] and counts.total.written == 3 * 40 * 8 * 100
+    assert counts._spans == [] and not counts._open
