@@ -216,7 +216,9 @@ class Engine:
         }
         reason = reason or next((text for text, holds in reasons.items() if holds), None)
         if reason is None:
-            return EarlyStep(self.steppers[0], self._window, self.world, self.policy)
+            return EarlyStep(
+                self.steppers[0], self._window, self.world, self.policy, self.reducer.following
+            )
         if asked == "true":
             raise OptimizerError(
                 f"offload.step_in_backward=true is not possible here: {reason}. Use auto or false."

@@ -6,6 +6,7 @@ nobody may use it before the step is over.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -30,10 +31,19 @@ class _Job:
 
 
 class EarlyStep:
-    """The part of ``stepper``'s step that is made in backward."""
+    """The part of ``stepper``'s step that is made in backward. ``following`` gives the unit whose
+    gradients will probably be complete after those of a unit."""
 
-    def __init__(self, stepper: Stepper, window: Window, world: World, policy: Policy) -> None:
+    def __init__(
+        self,
+        stepper: Stepper,
+        window: Window,
+        world: World,
+        policy: Policy,
+        following: Callable[[UnitState], UnitState | None],
+    ) -> None:
         self._stepper = stepper
+        self._following = following
         self._window = window
         self._world = world
         self._applies_all = policy.nonfinite == "apply"
@@ -74,6 +84,9 @@ class EarlyStep:
                 self._end_first()
             job = self._stepper.step_ahead(segment, segment.begin_update())
             self._jobs.append(_Job(segment, self._thread.submit(job)))
+        following = self._following(unit)
+        if following is not None:
+            self._thread.submit(self._stepper.foresee(following.trainable_segments))
 
     def _ready(self, unit: UnitState) -> bool:
         segments = unit.trainable_segments

@@ -19,6 +19,10 @@ from zeroexp.zero.disk import DiskState
 from zeroexp.zero.passes import FusesPasses, give_gradient
 from zeroexp.zero.segment import SegmentState, adopt
 
+_READ_AHEAD = 2
+"""Chunks that are read while one is stepped; with that one, and one on its way to the disk, they
+fill the ring."""
+
 
 class Piece:
     """Elements ``[start, stop)`` of a segment's stepped tensor, all of one run."""
@@ -46,6 +50,7 @@ class PieceStep:
         self._twin = Twin(face.optimizer)
         self._scale = scale
         self._first_group = first_group
+        self._announced: set[int] = set()
         self._ahead: list[tuple[DiskState, int]] = []
 
     @property
@@ -54,18 +59,20 @@ class PieceStep:
         return self._twin.changed()
 
     def announce(self, segment: SegmentState, runs: Sequence[Run]) -> None:
-        """:meth:`step` will follow for ``segment``, in the order of announcement."""
+        """:meth:`step` will probably follow for ``segment``, in the order of announcement: what it
+        needs from disk is read ahead."""
         disk = _disk_of(segment)
-        if disk is not None:
+        if disk is not None and segment.tag not in self._announced:
+            self._announced.add(segment.tag)
             self._ahead += [
                 (disk, chunk)
                 for chunk, bounds in enumerate(disk.chunks)
                 if _overlapping(runs, *bounds)
             ]
 
-    def _prefetch(self) -> None:
-        if self._ahead:
-            disk, chunk = self._ahead[0]
+    def prefetch(self) -> None:
+        """Start to read what was announced, as far as there is room."""
+        for disk, chunk in self._ahead[:_READ_AHEAD]:
             disk.prefetch(chunk)
 
     @torch.no_grad()
@@ -100,9 +107,10 @@ class PieceStep:
             inside = _overlapping(runs, start, stop)
             if not inside:
                 continue
-            self._ahead.pop(0)
             columns = disk.open(chunk)
-            self._prefetch()
+            if (disk, chunk) in self._ahead:
+                del self._ahead[: self._ahead.index((disk, chunk)) + 1]
+            self.prefetch()
             try:
                 # What the user may have written since the last step.
                 if not segment.transient and not segment.around.delayed:

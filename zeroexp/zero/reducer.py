@@ -45,6 +45,11 @@ class Reducer:
         self.units = list(units)
         """Units with gradients, in the order in which a plain backward completes them."""
 
+    def following(self, unit: UnitState) -> UnitState | None:
+        """The unit whose turn it is after ``unit``."""
+        at = self.order.position[id(unit)] + 1
+        return self.order.units[at] if at < len(self.order.units) else None
+
     def begin(self, *, reduce: bool, divisor: float, divide_on_arrival: bool) -> None:
         """A backward begins."""
         if self._flying:

@@ -235,6 +235,14 @@ class Stepper:
         self._stepped.add(segment.tag)
         return lambda: pieces.step(segment, runs, gradient, values)
 
+    def foresee(self, segments: Sequence[SegmentState]) -> Callable[[], None]:
+        """:meth:`step_ahead` will probably follow for ``segments``; the returned function begins to
+        read what it needs, on the thread that steps."""
+        pieces = self._begin_pieces(1.0)
+        for segment in segments:
+            pieces.announce(segment, self._runs(segment))
+        return pieces.prefetch
+
     # -- account -----------------------------------------------------------------------------------
 
     def account(self, segment: SegmentState) -> None:
