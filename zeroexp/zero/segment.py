@@ -231,9 +231,9 @@ class SegmentState:
 
     def bring_up(self) -> None:
         """The gather is next but one: start to bring the values from the host to the device."""
-        if self.home is not None and self.around.border.divides and self._near is None:
-            if self.placement.params.tier is not Tier.DEVICE:
-                self._near = self.around.border.up(self.home.fetch())
+        off_device = self.placement.params.tier is not Tier.DEVICE
+        if self.home is not None and off_device and self.around.border.divides:
+            self._near = self._near or self.around.border.up(self.home.fetch())
 
     def gather(self) -> Pending:
         """Start to fill ``full`` from where the values are at home."""
