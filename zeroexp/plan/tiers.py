@@ -18,7 +18,7 @@ def homes(config: Config, layout: Layout) -> list[StatePlacement]:
     stage, offload = config.zero.stage, config.offload
     optim, params = Tier(offload.optim_tier), Tier(offload.params_tier)
     away = place(stage, optim=optim, params=params)
-    stays = place(stage, params=params)
+    stays = away.kept_on_device()
     out = leaving_segments(config, layout)
     return [
         away if index in out or not segment.trainable else stays

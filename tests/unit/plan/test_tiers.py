@@ -294,11 +294,14 @@ def test_frozen_weights_leave_with_the_parameters_and_integers_never() -> None:
         ({"offload": "cpu"}, True),
         ({"offload": "none"}, False),
         ({"offload": {"params": "cpu"}}, False),
-        ({"offload": "cpu", "trainer.gradient_clip_val": 1.0}, False),
-        ({"offload": "cpu", "trainer.gradient_clip_val": 0}, True),
+        ({"offload": "cpu", "trainer": {"gradient_clip_val": 1.0}}, False),
+        ({"offload": "cpu", "trainer": {"gradient_clip_val": 0}}, True),
         ({"offload": {"kind": "nvme", "step_in_backward": False}}, False),
         ({"offload": {"kind": "nvme", "step_in_backward": True}}, True),
         ({"offload": {"kind": "nvme", "delayed_update": True}}, False),
+        ({"offload": "cpu", "zero.stage": 2}, False),
+        ({"offload": "cpu", "zero.shard_size": 1}, False),
+        ({"offload": "cpu", "zero.shard_size": 2}, True),
         ({"offload": "cpu", "precision.compute": "fp16"}, False),
         ({"offload": "cpu", "precision.compute": "bf16"}, True),
         ({"offload": "cpu", "precision.nonfinite": "skip"}, False),
@@ -309,7 +312,11 @@ def test_frozen_weights_leave_with_the_parameters_and_integers_never() -> None:
 def test_a_unit_is_stepped_in_backward_where_nothing_waits(
     keys: dict[str, Any], steps: bool
 ) -> None:
-    base = {"trainer.gradient_clip_val": None, "precision.compute": "fp32"}
+    base = {
+        "zero.stage": 3,
+        "trainer": {"gradient_clip_val": None, "devices": 2},
+        "precision.compute": "fp32",
+    }
     config = Config.from_mapping({**base, **keys})
     assert steps_in_backward(config) is steps
     assert steps_in_backward(config.resolved()) is steps
