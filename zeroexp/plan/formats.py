@@ -46,10 +46,8 @@ def formats(config: Config, segment: Segment, home: StatePlacement) -> Formats:
         grad, wire = ITEMSIZE[NAMES[p.accumulate]], ITEMSIZE[NAMES[p.reduce]]
     narrow = segment.dtype in ("bfloat16", "float16")
     pure = narrow and p.master == "none" and p.compute in ("bf16", "fp16")
-    if narrow and not pure:
-        copy = 4
-    else:
-        copy = param if home.separates_master else 0
+    apart = param if home.separates_master else 0
+    copy = 4 if narrow and not pure else apart
     per_slot = param if pure or not narrow else 4
     extra = int(config.optim.kind in ("sgd", "rmsprop") and config.optim.momentum > 0)
     slots = per_slot * (_SLOTS[config.optim.kind] + extra)
