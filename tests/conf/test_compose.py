@@ -200,7 +200,7 @@ def test_a_typo_in_hydras_own_settings() -> None:
         ("sequence_parallel=2", "sequence_parallel", "arrives with tensor and sequence"),
         ("offload.path=/x", "offload.path", "Did you mean  offload.nvme.dir "),
         (
-            "offload=nvme offload.step_in_backward=true",
+            "offload=nvme zero=stage3 offload.step_in_backward=true",
             "offload.step_in_backward",
             "clipping to 1 needs all gradients. Use trainer.gradient_clip_val=none",
         ),

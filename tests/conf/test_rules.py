@@ -14,7 +14,12 @@ from zeroexp.errors import ConfigError
 
 FP16 = {"precision.compute": "fp16"}
 UNCLIPPED = {"trainer.gradient_clip_val": None}
-STEPPED = {"offload.kind": "nvme", "offload.step_in_backward": True, **UNCLIPPED}
+STEPPED = {
+    "zero.stage": 3,
+    "offload.kind": "nvme",
+    "offload.step_in_backward": True,
+    **UNCLIPPED,
+}
 EXTERNAL = {"model.kind": "external", "model.target": "a.b:C"}
 
 # What breaks, the key that is reported, words of the message, and what mends it.
@@ -163,7 +168,7 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
             {f"offload.{name}": value, "offload.params": "nvme"},
             f"offload.{name}",
             "does nothing: the optimizer state stays on the device",
-            {"offload.optim": "cpu", **UNCLIPPED},
+            {"offload.optim": "cpu", "zero.stage": 3, **UNCLIPPED},
         )
         for name, value in {
             "chunk": "1MiB",
@@ -195,6 +200,18 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         "offload.step_in_backward",
         "precision.nonfinite needs all gradients",
         {"precision.nonfinite": "stop"},
+    ),
+    (
+        {**STEPPED, "zero.stage": 2},
+        "offload.step_in_backward",
+        "true cannot be at stage 2. Use zero=stage3 over all data ranks",
+        {"zero.stage": 3},
+    ),
+    (
+        {**STEPPED, "zero.shard_size": 2, "trainer.devices": 4},
+        "offload.step_in_backward",
+        "true cannot be with 2 replicas of the state",
+        {"zero.shard_size": 4},
     ),
     (
         {**STEPPED, "offload.delayed_update": True},
@@ -410,7 +427,7 @@ def test_a_combination_that_cannot_run_is_refused_and_its_neighbour_is_not(
 # What a command line refuses for a default: asserted in test_compose.py and below.
 DEFAULTS: list[dict[str, Any]] = [
     {"trainer.devices": 5},
-    {"offload.kind": "nvme", "offload.step_in_backward": True},
+    {"zero.stage": 3, "offload.kind": "nvme", "offload.step_in_backward": True},
 ]
 
 

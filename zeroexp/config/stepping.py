@@ -27,8 +27,9 @@ def steps_in_backward(config: Config, *, clips: bool | None = None) -> bool:
     """Whether ``config`` asks for, or with ``auto`` allows, a step of each unit beside the rest of
     backward. ``clips`` as in :func:`waits_for`.
 
-    What only an engine knows (a second optimizer, a step that does not follow the last micro-batch)
-    comes on top.
+    Parameters that several ranks hold whole (stages 0-2, replicas) wait for each other. What only
+    an engine knows (a second optimizer, a step that does not follow the last micro-batch) comes on
+    top.
     """
     offload = config.offload
     return (

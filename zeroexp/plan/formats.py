@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from zeroexp.config import Config
 from zeroexp.layout import ITEMSIZE, Segment
-from zeroexp.placement import StatePlacement, Tier
+from zeroexp.placement import StatePlacement
 
 NAMES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -46,13 +46,8 @@ def formats(config: Config, segment: Segment, home: StatePlacement) -> Formats:
         grad, wire = ITEMSIZE[NAMES[p.accumulate]], ITEMSIZE[NAMES[p.reduce]]
     narrow = segment.dtype in ("bfloat16", "float16")
     pure = narrow and p.master == "none" and p.compute in ("bf16", "fp16")
-    if narrow and not pure:
-        copy = 4
-    else:
-        # Parameters are stepped in place only where the optimizer can reach them: on its own tier,
-        # and in memory.
-        apart = home.optim.tier is not home.params.tier or home.optim.tier is Tier.NVME
-        copy = param if apart else 0
+    apart = param if home.separates_master else 0
+    copy = 4 if narrow and not pure else apart
     per_slot = param if pure or not narrow else 4
     extra = int(config.optim.kind in ("sgd", "rmsprop") and config.optim.momentum > 0)
     slots = per_slot * (_SLOTS[config.optim.kind] + extra)

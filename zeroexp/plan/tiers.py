@@ -18,7 +18,7 @@ def homes(config: Config, layout: Layout) -> list[StatePlacement]:
     stage, offload = config.zero.stage, config.offload
     optim, params = Tier(offload.optim_tier), Tier(offload.params_tier)
     away = place(stage, optim=optim, params=params)
-    stays = place(stage, params=params)
+    stays = away.kept_on_device()
     out = leaving_segments(config, layout)
     return [
         away if index in out or not segment.trainable else stays
@@ -48,8 +48,8 @@ def optimizer_shares(config: Config, layout: Layout) -> dict[int, int]:
 
 
 def transfers(config: Config, layout: Layout) -> dict[str, int]:
-    """Bytes of one rank and step between the device and other tiers: gradients ``down``,
-    parameters ``up``."""
+    """Bytes of one rank and step between the device and other tiers: gradients, and parameters
+    that the device has stepped for another tier, ``down``; parameters ``up``."""
     micro = config.trainer.accumulate_grad_batches
     down = up = 0
     for unit, segment, home in _placed(config, layout):
@@ -63,6 +63,8 @@ def transfers(config: Config, layout: Layout) -> dict[str, int]:
             # Fetched before each use and dropped after it.
             params = _elements(segment, home.params.sharded)
             up += params * sizes.param * micro * gathers(config, unit)
+            if segment.trainable and not leaves:
+                down += optim * sizes.param
         elif leaves:
             up += optim * sizes.param
     return {way: nbytes for way, nbytes in (("down", down), ("up", up)) if nbytes}
@@ -84,8 +86,9 @@ def file_traffic(config: Config, layout: Layout) -> dict[str, int]:
             written += params * segment.trainable
         if segment.trainable and home.grads.tier is Tier.NVME:
             # Read to be added to or stepped, written to wait; a unit that is stepped in backward
-            # takes its last sum from memory.
-            passes = rounds - 1 if steps_in_backward(config) else rounds
+            # takes its last sum from memory. The root unit is whole until backward ends.
+            early = steps_in_backward(config) and unit != ""
+            passes = rounds - 1 if early else rounds
             read += segment.shard_size * sizes.grad * passes
             written += segment.shard_size * sizes.grad * passes
     return {"read": read, "written": written}

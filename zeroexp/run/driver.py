@@ -87,6 +87,9 @@ def prepare(
         key = "paths.runs" if asked is None else "offload.nvme.dir"
         check_writable(Path(str(config.offload.nvme.dir)), key)
     plan = forecast(config)
+    if plan is not None and plan.fits_disk is False:
+        _remove_rests(Path(str(config.offload.nvme.dir)))
+        plan = forecast(config)
     threads = threads_per_rank(config.launch.threads_per_rank, config.trainer.devices, os.environ)
     made = directory or RunDirectory.create(
         Path(config.paths.runs), config.name, tag_of(config, composed.overrides)
@@ -105,6 +108,14 @@ def prepare(
     start.describing = threading.Thread(target=_describe, args=(start,), daemon=True)
     start.describing.start()
     return start
+
+
+def _remove_rests(swap: Path) -> None:
+    """Give up what dead runs left in the folder of swap files: it counts as taken until then."""
+    # Imports torch, which no other start needs to wait for.
+    from zeroexp.tiers import ScratchFolder
+
+    ScratchFolder(swap, "start").close()
 
 
 def _describe(start: Start) -> None:

@@ -109,8 +109,9 @@ def test_the_table_of_the_how_to_is_what_is_planned() -> None:
     table = page.read_text(encoding="utf-8").partition("| | device | host |")[2].split("\n\n")[0]
     rows = [[c.strip(" `") for c in row.strip("|").split("|")] for row in table.splitlines()[2:]]
     assert [row[0] for row in rows] == list(OFFLOAD_TIERS)
+    blocks = [ParamSpec(f"blocks.{i}.weight", (64, 64)) for i in range(3)]
     for kind, *numbers in rows:
-        found = plan(3, kind, precision={"compute": "bf16"})
+        found = plan(3, kind, precision={"compute": "bf16"}, specs=blocks)
         tiers = [sum(sum(held(found, t, r).values()) for r in range(4)) for t in TIERS]
         moved = [found.transfer_bytes_per_step[0].get(way, 0) * 4 for way in ("down", "up")]
         files = [found.io_bytes_per_step[0][way] * 4 for way in ("read", "written")]
@@ -209,6 +210,14 @@ def test_the_root_unit_that_stays_whole_comes_up_once() -> None:
     assert over_ranks(found.transfer_bytes_per_step)["up"] == 2 * (M // 3) + 4 * (2 * M // 3)
 
 
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_the_device_steps_goes_back_to_the_parameters_home(tier: str, stage: int) -> None:
+    found = plan(stage, {"params": tier})
+    copies = 4 if stage == 0 else 1
+    assert over_ranks(found.transfer_bytes_per_step)["down"] == 2 * M * copies
+
+
 # ------------------------------------------------------------------ swap files
 
 
@@ -219,17 +228,20 @@ def test_an_optimizer_on_disk_is_read_and_written_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("micro", "more", "grads"),
+    ("micro", "more", "blocks", "root"),
     [
-        (1, {}, 0),  # stepped from memory
-        (3, {}, 2),
-        (1, {"offload.step_in_backward": "false"}, 1),
-        (3, {"offload.step_in_backward": "false"}, 3),
-        (1, {"trainer.gradient_clip_val": 1.0}, 1),
-        (3, {"zero.reduce": "last"}, 0),
+        (1, {}, 0, 1),  # stepped from memory, but for the root unit
+        (3, {}, 2, 3),
+        (1, {"offload.step_in_backward": "false"}, 1, 1),
+        (3, {"offload.step_in_backward": "false"}, 3, 3),
+        (1, {"trainer.gradient_clip_val": 1.0}, 1, 1),
+        (3, {"zero.reduce": "last"}, 0, 1),
     ],
 )
-def test_parameters_and_gradients_on_disk(micro: int, more: dict[str, Any], grads: int) -> None:
+def test_parameters_and_gradients_on_disk(
+    micro: int, more: dict[str, Any], blocks: int, root: int
+) -> None:
+    """The root unit is a third of this model."""
     found = plan(
         3,
         "nvme_params",
@@ -237,9 +249,10 @@ def test_parameters_and_gradients_on_disk(micro: int, more: dict[str, Any], grad
         trainer__accumulate_grad_batches=micro,
         data__batch_size=4 * micro,
     )
+    grads = 2 * (2 * M // 3) * blocks + 2 * (M // 3) * root
     assert over_ranks(found.io_bytes_per_step) == {
-        "read": 12 * M + 2 * M * 2 * micro + 2 * M * grads,
-        "written": 12 * M + 2 * M + 2 * M * grads,
+        "read": 12 * M + 2 * M * 2 * micro + grads,
+        "written": 12 * M + 2 * M + grads,
     }
 
 
@@ -270,14 +283,15 @@ def test_what_stays_beside_parameters_that_left_is_stepped_as_a_copy() -> None:
     found = plan(3, {"kind": "cpu_params", "fraction": 0}, 1, precision={"compute": "fp32"})
     assert held(found, "device") == {"params": 0, "grads": 4 * M, "optim": 12 * M}
     assert held(found, "cpu") == {"params": 4 * M, "grads": 0, "optim": 0}
-    assert "down" not in found.transfer_bytes_per_step[0]
+    # what the device stepped goes back to where the parameters are
+    assert found.transfer_bytes_per_step[0] == {"down": 4 * M, "up": 2 * 4 * M}
 
 
 def test_frozen_weights_leave_with_the_parameters_and_integers_never() -> None:
     specs = [
-        ParamSpec("a.weight", (64, 64)),
-        ParamSpec("b.weight", (64, 64), trainable=False),
-        ParamSpec("c.table", (64,), "int64", trainable=False),
+        ParamSpec("blocks.0.a.weight", (64, 64)),
+        ParamSpec("blocks.0.b.weight", (64, 64), trainable=False),
+        ParamSpec("blocks.0.c.table", (64,), "int64", trainable=False),
     ]
     found = plan(3, "nvme_params", 2, specs=specs, zero__reshard_after_forward="true")
     n = 4096 // 2
@@ -294,11 +308,14 @@ def test_frozen_weights_leave_with_the_parameters_and_integers_never() -> None:
         ({"offload": "cpu"}, True),
         ({"offload": "none"}, False),
         ({"offload": {"params": "cpu"}}, False),
-        ({"offload": "cpu", "trainer.gradient_clip_val": 1.0}, False),
-        ({"offload": "cpu", "trainer.gradient_clip_val": 0}, True),
+        ({"offload": "cpu", "trainer": {"gradient_clip_val": 1.0}}, False),
+        ({"offload": "cpu", "trainer": {"gradient_clip_val": 0}}, True),
         ({"offload": {"kind": "nvme", "step_in_backward": False}}, False),
         ({"offload": {"kind": "nvme", "step_in_backward": True}}, True),
         ({"offload": {"kind": "nvme", "delayed_update": True}}, False),
+        ({"offload": "cpu", "zero.stage": 2}, False),
+        ({"offload": "cpu", "zero.shard_size": 1}, False),
+        ({"offload": "cpu", "zero.shard_size": 2}, True),
         ({"offload": "cpu", "precision.compute": "fp16"}, False),
         ({"offload": "cpu", "precision.compute": "bf16"}, True),
         ({"offload": "cpu", "precision.nonfinite": "skip"}, False),
@@ -309,7 +326,11 @@ def test_frozen_weights_leave_with_the_parameters_and_integers_never() -> None:
 def test_a_unit_is_stepped_in_backward_where_nothing_waits(
     keys: dict[str, Any], steps: bool
 ) -> None:
-    base = {"trainer.gradient_clip_val": None, "precision.compute": "fp32"}
+    base = {
+        "zero.stage": 3,
+        "trainer": {"gradient_clip_val": None, "devices": 2},
+        "precision.compute": "fp32",
+    }
     config = Config.from_mapping({**base, **keys})
     assert steps_in_backward(config) is steps
     assert steps_in_backward(config.resolved()) is steps

@@ -160,6 +160,24 @@ def test_swap_files_that_cannot_be_written_are_found_before_anything_is_made(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_what_a_dead_run_left_is_removed_before_a_disk_is_called_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zeroexp.config import compose
+    from zeroexp.run import driver
+    from zeroexp.run import forecast as forecasting
+
+    monkeypatch.chdir(tmp_path)
+    rest = tmp_path / "runs" / "swap" / "zeroexp-swap-0123456789abcdef-rank0"
+    rest.mkdir(parents=True)
+    (rest / ".zeroexp-swap-lock").touch()
+    (rest / "optim").write_bytes(bytes(4096))
+    monkeypatch.setattr(forecasting, "free_bytes", lambda path: 0 if rest.exists() else 1 << 30)
+    start = driver.prepare(compose(["offload=nvme", "data=synthetic"], environ={}), [])
+    assert start.forecast is not None and start.forecast.fits_disk is True
+    assert list((tmp_path / "runs" / "swap").iterdir()) == []
+
+
 def test_the_default_folder_of_swap_files_is_the_runs_directorys_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ _BLOCK = 4096
 
 _TIERS = ("offload.kind", "offload.optim", "offload.params")
 _OPTIM = ("offload.kind", "offload.optim")
+_RANKS = ("trainer.devices", "trainer.num_nodes")
 _WAITS = (
     "precision.loss_scale.mode",
     "precision.nonfinite",
@@ -134,6 +135,18 @@ OFFLOAD_RULES: tuple[Rule, ...] = (
             f"true cannot be: {waits_for(c, clips=False)} needs all gradients before any step."
         ),
         fix=lambda c: "Use offload.step_in_backward=auto, or fp32 or bf16 without skipped steps",
+    ),
+    Rule(
+        key="offload.step_in_backward",
+        why="parameters that several ranks hold are published when all units are stepped",
+        reads=("offload.step_in_backward", "zero.stage", "zero.shard_size", *_RANKS, *_OPTIM),
+        broken=lambda c: _must_step(c) and (c.zero.stage != 3 or c.shard_size != c.data_ranks),
+        problem=lambda c: (
+            f"true cannot be at stage {c.zero.stage}."
+            if c.zero.stage != 3
+            else f"true cannot be with {c.data_ranks // c.shard_size} replicas of the state."
+        ),
+        fix=lambda c: "Use zero=stage3 over all data ranks, or offload.step_in_backward=auto",
     ),
     Rule(
         key="offload.step_in_backward",
