@@ -8,12 +8,13 @@ import dataclasses
 import json
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import peer_env, readme, table
+from benchmarks import peer_env, readme, table, targets
 from benchmarks.machine import ROOT, provenance
-from benchmarks.modes import MODES
+from benchmarks.modes import MODES, OFFLOADED, Mode
 from benchmarks.timings import Timings
 from benchmarks.training import Settings, compare
 from benchmarks.work import WORKS
@@ -32,19 +33,29 @@ def _write(path: Path, result: dict[str, Any]) -> None:
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def _train(arguments: argparse.Namespace, argv: list[str]) -> None:
-    settings = Settings(
+def _settings(arguments: argparse.Namespace) -> Settings:
+    return Settings(
         world_size=arguments.ranks,
         threads=arguments.threads,
         rounds=arguments.rounds,
         steps=arguments.steps,
     )
-    modes = arguments.modes.split(",") if arguments.modes else list(MODES)
-    unknown = [mode for mode in modes if mode not in MODES]
+
+
+def _modes(arguments: argparse.Namespace, known: Mapping[str, Mode]) -> list[str]:
+    """Those asked for, and the environment they need."""
+    modes = arguments.modes.split(",") if arguments.modes else list(known)
+    unknown = [mode for mode in modes if mode not in known]
     if unknown:
-        raise SystemExit(f"unknown modes {', '.join(unknown)}; there are {', '.join(MODES)}")
-    if any(MODES[mode].interpreter == "peers" for mode in modes) and not arguments.no_install:
+        raise SystemExit(f"unknown modes {', '.join(unknown)}; there are {', '.join(known)}")
+    if any(known[mode].interpreter == "peers" for mode in modes) and not arguments.no_install:
         peer_env.make()
+    return modes
+
+
+def _train(arguments: argparse.Namespace, argv: list[str]) -> None:
+    settings = _settings(arguments)
+    modes = _modes(arguments, MODES)
     for work in arguments.work:
         result = provenance("training", argv)
         result["settings"] = dataclasses.asdict(settings)
@@ -52,6 +63,21 @@ def _train(arguments: argparse.Namespace, argv: list[str]) -> None:
         for so_far in compare(work, modes, settings, _say):
             result["work"] = so_far
             _write(Path(arguments.out) / f"training-{work}.json", result)
+
+
+def _offload(arguments: argparse.Namespace, argv: list[str]) -> None:
+    from benchmarks import offload, offload_result
+
+    settings = _settings(arguments)
+    modes = _modes(arguments, OFFLOADED)
+    for work in arguments.work:
+        result = provenance("offload", argv) | {"settings": dataclasses.asdict(settings)}
+        for so_far in offload.measure(work, modes, settings, _say, Path(arguments.dir)):
+            result |= so_far
+            _write(Path(arguments.out) / f"offload-{work}.json", result)
+        found = offload_result.OffloadResult(result)
+        verdicts = offload_result.targets(found) if work == "gpt125" else []
+        _say("\n".join([*offload_result.rows(found), "", *table.target_rows(verdicts)]))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -62,16 +88,19 @@ def main(argv: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
 
     train = commands.add_parser("train", help="zeroexp and its peers side by side on the same work")
-    train.add_argument("work", nargs="+", choices=list(WORKS))
-    train.add_argument("--modes", help=f"comma-separated, default all: {','.join(MODES)}")
-    train.add_argument("--ranks", type=int, default=Settings.world_size)
-    train.add_argument("--threads", type=int, default=Settings.threads, help="threads per rank")
-    train.add_argument("--rounds", type=int, default=Settings.rounds)
-    train.add_argument("--steps", type=int, default=Settings.steps, help="timed steps a round")
-    train.add_argument(
-        "--no-install", action="store_true", help="do not make the peers' environment"
-    )
-    train.add_argument("--out", default=str(RESULTS), help="folder for the result file")
+    offload = commands.add_parser("offload", help="the same with state on other tiers")
+    for sides, known in ((train, MODES), (offload, OFFLOADED)):
+        sides.add_argument("work", nargs="+", choices=list(WORKS))
+        sides.add_argument("--modes", help=f"comma-separated, default all: {','.join(known)}")
+        sides.add_argument("--ranks", type=int, default=Settings.world_size)
+        sides.add_argument("--threads", type=int, default=Settings.threads, help="threads per rank")
+        sides.add_argument("--rounds", type=int, default=Settings.rounds)
+        sides.add_argument("--steps", type=int, default=Settings.steps, help="timed steps a round")
+        sides.add_argument(
+            "--no-install", action="store_true", help="do not make the peers' environment"
+        )
+        sides.add_argument("--out", default=str(RESULTS), help="folder for the result file")
+    offload.add_argument("--dir", default=str(ROOT / "build"), help="folder on the disk to use")
 
     kernel = commands.add_parser(
         "kernel", help="the kernels beside torch's, AdamW beside its limit"
@@ -92,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
     compose.add_argument("--rounds", type=int, default=11)
     compose.add_argument("--out", default=str(RESULTS))
 
-    io = commands.add_parser("io", help="the file engine, a bare io_uring loop, DeepSpeed's aio")
+    io = commands.add_parser("io", help="the file engine beside others")
     io.add_argument("--rounds", type=int, default=7)
     io.add_argument("--dir", default=str(ROOT / "build"), help="folder on the disk to measure")
     io.add_argument("--out", default=str(RESULTS))
@@ -107,6 +136,8 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if arguments.command == "train":
         _train(arguments, argv)
+    elif arguments.command == "offload":
+        _offload(arguments, argv)
     elif arguments.command == "kernel":
         from benchmarks import kernel as adamw
 
@@ -134,7 +165,9 @@ def main(argv: list[str] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         result = provenance("io", argv) | files.measure(arguments.rounds, folder)
         _write(Path(arguments.out) / "io.json", result)
-        _say("\n".join(Timings(result).rows()))
+        timings = Timings(result)
+        verdicts = table.target_rows(targets.file_engine(timings))
+        _say("\n".join([*timings.rows(), "", *verdicts]))
     elif arguments.command == "peers":
         peer_env.make()
     elif arguments.command == "table":

@@ -1,41 +1,36 @@
-"""The file engine against a bare io_uring loop and DeepSpeed's asynchronous I/O.
+"""The file engine against a bare io_uring loop, DeepSpeed's asynchronous I/O and fio.
 
 All of them read and write one file in place, past the page cache, in turn in every round, each at
-the settings it does best with. What runs elsewhere is a process that waits for its turn.
+the settings it does best with. What runs elsewhere is a process that waits for its turn, but fio,
+which is started for each and times itself.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import peer_env
-from benchmarks.machine import ROOT
+from benchmarks import fio, peer_env, uring_loop
+from benchmarks.contender import Unavailable, contender
+from benchmarks.uring_loop import MIB
 from zeroexp.ops import HostRange
 from zeroexp.tiers import FileEngine
 
-MIB = 1 << 20
 NUM_BYTES = 256 * MIB
 LIMIT = "io_uring loop"
 OURS = "zeroexp io_uring"
 PEER = "DeepSpeed, its pinned buffer"
+FIO = "fio"
 LIMIT_SETTINGS = ((2 * MIB, 4), (8 * MIB, 4))
 PEER_SETTINGS = ((1 * MIB, 8), (8 * MIB, 4))  # its defaults, and what suits the limit
 
 Pass = Callable[[str], float]
-
-
-class Unavailable(Exception):
-    """A contender that cannot run here; the message is the reason."""
 
 
 def measure(rounds: int, folder: Path, num_bytes: int = NUM_BYTES) -> dict[str, Any]:
@@ -63,12 +58,10 @@ def _contenders(
     plain = torch.ones_like(buffer)
     makers: dict[str, Callable[[], Any]] = {}
     try:
-        loop = str(_compile(scratch))
+        loop = uring_loop.build(scratch)
         for block, depth in LIMIT_SETTINGS:
-            command = [loop, str(path), size, str(block), str(depth)]
-            makers[f"{LIMIT}, {_setting(block, depth)}"] = lambda c=command: _process(
-                c, ready=False
-            )
+            command = [str(loop), str(path), size, str(block), str(depth)]
+            makers[f"{LIMIT}, {_setting(block, depth)}"] = lambda c=command: _process(c, False)
     except Unavailable as error:
         makers[LIMIT] = _unavailable(str(error))
     makers[OURS] = lambda: _engine("io_uring", path, buffer)
@@ -80,7 +73,10 @@ def _contenders(
                 *(str(peer_env.PYTHON), "-m", "benchmarks.peers.deepspeed_aio"),
                 *(str(path), size, str(block), str(depth), kind),
             ]
-            makers[f"{name}, {_setting(block, depth)}"] = lambda c=command: _process(c, ready=True)
+            makers[f"{name}, {_setting(block, depth)}"] = lambda c=command: _process(c, True)
+    for block, depth in LIMIT_SETTINGS:
+        job = fio.Job(path, buffer.numel(), block, depth)
+        makers[f"{FIO}, {_setting(block, depth)}"] = lambda j=job: fio.passes(j)
     running: dict[str, Pass] = {}
     missing: dict[str, str] = {}
     for name, make in makers.items():
@@ -115,7 +111,7 @@ def _cases(
                 if index:  # the first round warms up
                     samples[what][name].append(seconds * 1e3)
     for found in samples.values():
-        for name in (LIMIT, PEER):
+        for name in (LIMIT, PEER, FIO):
             _best_of(found, name)
     return [
         {
@@ -148,71 +144,9 @@ def _engine(kind: str, path: Path, buffer: torch.Tensor) -> Iterator[Pass]:
         yield run
 
 
-def _compile(folder: Path) -> Path:
-    binary = folder / "uring_loop"
-    source = Path(__file__).with_name("uring_loop.cpp")
-    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O2", str(source), "-o", str(binary)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise Unavailable(f"no C++ compiler: {error.filename}") from error
-    if done.returncode:
-        raise Unavailable(_last_line(done.stderr))
-    return binary
-
-
 @contextmanager
 def _process(command: list[str], ready: bool) -> Iterator[Pass]:
-    """A process that is told ``r`` or ``w`` and answers with seconds."""
     if not Path(command[0]).exists():
         raise Unavailable("not installed: python -m benchmarks peers")
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(peer_env.EXTENSIONS)),
-        # The commands of the peers' environment: its builds look for ninja there.
-        "PATH": f"{peer_env.PYTHON.parent}:{os.environ['PATH']}",
-    }
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            # A group of its own: what it starts to build extensions ends with it.
-            start_new_session=True,
-        )
-
-        def answer() -> str:
-            assert process.stdout is not None  # as asked for above
-            line = process.stdout.readline()
-            if not line:
-                process.wait()
-                errors.seek(0)
-                raise Unavailable(_last_line(errors.read()))
-            return line
-
-        def run(what: str) -> float:
-            assert process.stdin is not None
-            process.stdin.write(what[0] + "\n")
-            process.stdin.flush()
-            return float(answer())
-
-        try:
-            if ready:
-                answer()
-            else:
-                run("read")
-            yield run
-        finally:
-            with suppress(ProcessLookupError):  # nobody of the group is left
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return (lines[-1] if lines else "no output").replace(str(ROOT), ".")
+    with contender(command, peer_env.variables(), ready) as one:
+        yield one.run

@@ -1,4 +1,5 @@
-"""Bytes of this process: resident set, its peak, and the tensors that are alive. Linux only."""
+"""Bytes of this process: resident set, its peak, the tensors that are alive, and what went to and
+from disks. Linux only."""
 
 from __future__ import annotations
 
@@ -33,6 +34,17 @@ def reset_peak() -> bool:
     except OSError:
         return False
     return True
+
+
+def disk_bytes() -> tuple[int, int] | None:
+    """Bytes (read, written) that this process had the block layer move so far, by the kernel's own
+    count, whatever library asked for them; None where the kernel does not tell."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return None
+    fields = dict(line.split(": ") for line in lines)
+    return int(fields["read_bytes"]), int(fields["write_bytes"])
 
 
 def storage_ranges(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:

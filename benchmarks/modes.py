@@ -1,7 +1,8 @@
 """The systems that are compared and the settings each is run with. Pure data: imports no torch.
 
-Every mode trains in float32 with AdamW at the same settings and no gradient clipping. torch's modes
-use ``AdamW(fused=True)`` (the default on a CPU is a loop that is five times slower).
+Every mode trains in float32 with AdamW at the same settings and, where its label does not say
+otherwise, no gradient clipping. torch's modes use ``AdamW(fused=True)`` (the default on a CPU is a
+loop that is five times slower), DeepSpeed's offloaded ones its own CPU Adam, which it insists on.
 ``interpreter`` says where a mode runs: ``main`` is the interpreter of the harness, ``peers`` the
 environment that :mod:`benchmarks.peer_env` makes.
 """
@@ -17,7 +18,8 @@ from types import MappingProxyType
 class Mode:
     """One row of the table. ``module`` has ``start(model, options)``, which returns a
     :class:`benchmarks.peer.Peer`; ``trains`` is False for a floor that takes no optimizer step,
-    whose losses therefore say nothing about the others'."""
+    whose losses therefore say nothing about the others'. A mode that uses a ``disk`` gets a folder
+    there as the option ``folder``."""
 
     name: str
     label: str
@@ -25,6 +27,7 @@ class Mode:
     options: Mapping[str, object] = field(default_factory=dict)
     interpreter: str = "main"
     trains: bool = True
+    disk: bool = False
 
 
 def _zeroexp(stage: int) -> Mode:
@@ -79,3 +82,54 @@ MODES: Mapping[str, Mode] = MappingProxyType(
         )
     }
 )
+
+
+def _offloaded(kind: str, label: str, **options: object) -> Mode:
+    name = f"zx3-{kind.replace('_', '-')}"
+    return Mode(
+        f"{name}-clipped" if "clip" in options else name,
+        f"zeroexp stage 3, {label}",
+        "benchmarks.peers.zeroexp_engine",
+        {"stage": 3, "offload": kind, **options},
+        disk=kind.startswith("nvme"),
+    )
+
+
+def _deepspeed_offloaded(kind: str, label: str, **options: object) -> Mode:
+    return Mode(
+        f"ds3-{kind}{'-pipelined' if options else ''}",
+        f"DeepSpeed stage 3, {label}",
+        "benchmarks.peers.deepspeed_engine",
+        {"stage": 3, "offload": kind, **options},
+        interpreter="peers",
+        disk=kind == "nvme",
+    )
+
+
+OFFLOADED: Mapping[str, Mode] = MappingProxyType(
+    {
+        mode.name: mode
+        for mode in (
+            MODES["ds3"],
+            _deepspeed_offloaded("cpu", "optimizer in host memory"),
+            _deepspeed_offloaded("nvme", "optimizer on disk"),
+            _deepspeed_offloaded(
+                "nvme",
+                "optimizer on disk, pipelined",
+                pipeline_read=True,
+                pipeline_write=True,
+            ),
+            MODES["zx3"],
+            _offloaded("cpu", "optimizer in host memory"),
+            _offloaded("nvme", "optimizer on disk"),
+            _offloaded("nvme", "optimizer on disk, clipped to 1.0", clip=1.0),
+            _offloaded("nvme_params", "optimizer and parameters on disk"),
+        )
+    }
+)
+"""Stage 3 with its state on other tiers, and the two that keep it on the device."""
+
+
+def mode_named(name: str) -> Mode:
+    """The mode of either table. Raises KeyError."""
+    return MODES[name] if name in MODES else OFFLOADED[name]

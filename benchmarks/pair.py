@@ -24,14 +24,17 @@ class PairFailed(Exception):
 class Pair:
     """``world_size`` workers of one mode and work.
 
-    ``launched`` is the monotonic time just before the first process was started; the clock is the
-    system's, so workers' times can be compared with it.
+    What they keep on disk lies below ``disk`` and goes with them. ``launched`` is the monotonic
+    time just before the first process was started; the clock is the system's, so workers' times can
+    be compared with it.
     """
 
-    def __init__(self, work: str, mode: Mode, world_size: int, threads: int) -> None:
+    def __init__(self, work: str, mode: Mode, world_size: int, threads: int, *, disk: Path) -> None:
         self.mode = mode
         self._folder = tempfile.TemporaryDirectory(prefix="zeroexp-bench-")
         folder = Path(self._folder.name)
+        disk.mkdir(parents=True, exist_ok=True)
+        self._disk = tempfile.TemporaryDirectory(prefix="zeroexp-bench-", dir=disk)
         python = str(peer_env.PYTHON) if mode.interpreter == "peers" else sys.executable
         self._processes: list[subprocess.Popen[str]] = []
         self._replies: list[IO[str]] = []
@@ -46,8 +49,7 @@ class Pair:
                 "OMP_NUM_THREADS": str(threads),
                 "MKL_NUM_THREADS": str(threads),
                 "GLOO_SOCKET_IFNAME": "lo",
-                "DS_ACCELERATOR": "cpu",
-                "TORCH_EXTENSIONS_DIR": str(peer_env.EXTENSIONS),
+                **(peer_env.variables() if mode.interpreter == "peers" else {}),
             }
             environment.pop("PYTHONPATH", None)
             read_fd, write_fd = os.pipe()
@@ -57,6 +59,7 @@ class Pair:
                 str(rank),
                 str(world_size),
                 str(folder / "store"),
+                self._disk.name,
                 str(write_fd),
             ]
             with self._logs[rank].open("w") as log:
@@ -139,3 +142,4 @@ class Pair:
         for reply in self._replies:
             reply.close()
         self._folder.cleanup()
+        self._disk.cleanup()

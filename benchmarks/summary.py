@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from benchmarks.modes import MODES
+from benchmarks.modes import mode_named
 
 LOSS_TOLERANCE = 1e-4
 
@@ -107,7 +107,7 @@ class WorkResult:
         ours, theirs = self.mode(name), self.mode(against)
         if ours is None or theirs is None:
             return None
-        count = len(ours["losses"]) if MODES[name].trains else 1
+        count = len(ours["losses"]) if mode_named(name).trains else 1
         pairs = list(zip(ours["losses"], theirs["losses"], strict=True))[:count]
         return max(float(abs(a - b) / abs(b)) for a, b in pairs)
 

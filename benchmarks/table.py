@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import targets
+from benchmarks import offload_result, targets
 from benchmarks.modes import MODES
+from benchmarks.offload_result import OffloadResult
 from benchmarks.summary import LOSS_TOLERANCE, Spread, WorkResult
 from benchmarks.timings import Timings
 
@@ -119,35 +120,70 @@ def origin(file: Mapping[str, Any]) -> str:
     )
 
 
-def work_section(file: Mapping[str, Any]) -> list[str]:
-    """Title, origin and table of one training result."""
-    result = WorkResult(file["work"])
+def _conditions(file: Mapping[str, Any]) -> list[str]:
+    """Size, settings and versions of a run on one work, and its origin."""
     settings = file["settings"]
-    rounds = max(len(mode["rounds"]) for mode in file["work"]["modes"].values())
+    modes = file["work"]["modes"].values()
+    rounds = max(len(mode["rounds"]) for mode in modes)
     versions = {
-        f"{name} {version}"
-        for mode in file["work"]["modes"].values()
-        for name, version in (mode["versions"] or {}).items()
+        f"{name} {version}" for mode in modes for name, version in (mode["versions"] or {}).items()
     }
-    lines = [
-        f"## {result.name}: {result.title}",
-        "",
-        f"{result.num_params / 1e6:.1f} million parameters, {settings['world_size']} ranks x "
-        f"{settings['threads']} thread, {rounds} rounds of {settings['steps']} "
+    return [
+        f"{file['work']['num_params'] / 1e6:.1f} million parameters, {settings['world_size']} "
+        f"ranks x {settings['threads']} thread, {rounds} rounds of {settings['steps']} "
         f"timed steps. {', '.join(sorted(versions))}.",
         "",
         origin(file),
         "",
-        *HEADER,
-        *(row(result, mode) for mode in MODES),
-        "",
     ]
+
+
+def _notes(file: Mapping[str, Any]) -> list[str]:
     notes = [
         f"* `{name}`: {note}"
         for name, mode in file["work"]["modes"].items()
         for note in mode["notes"]
     ]
-    return [*lines, *notes, ""] if notes else lines
+    return [*notes, ""] if notes else []
+
+
+def work_section(file: Mapping[str, Any]) -> list[str]:
+    """Title, origin and table of one training result."""
+    result = WorkResult(file["work"])
+    return [
+        f"## {result.name}: {result.title}",
+        "",
+        *_conditions(file),
+        *HEADER,
+        *(row(result, mode) for mode in MODES),
+        "",
+        *_notes(file),
+    ]
+
+
+OFFLOAD_INTRODUCTION = """\
+Stage 3 with its state on other tiers. **to memory**: to the same system with its state in memory.
+**to its peer**: to DeepSpeed with the same state elsewhere, the faster of two where there are two.
+**read** and **written**: what all ranks move in a step, by the kernel's count. **disk s**: what the
+disk alone needs for these bytes in that round; as much as is both read and written goes at the
+mixed rate. **to its limit**: step time over max(step of `zx3`, disk s). **loss**: largest relative
+difference of the first three losses to those of `zx3`. The clipped row steps after backward, when
+the norm of all gradients is known; the others step unit by unit within it."""
+
+
+def offload_section(file: Mapping[str, Any]) -> list[str]:
+    """Title, origin and table of one result with state on other tiers."""
+    result = OffloadResult(file)
+    return [
+        f"## Offload, {result.work.name}: {result.work.title}",
+        "",
+        OFFLOAD_INTRODUCTION,
+        "",
+        *_conditions(file),
+        *offload_result.rows(result),
+        "",
+        *_notes(file),
+    ]
 
 
 def timing_section(file: Mapping[str, Any]) -> list[str]:
@@ -174,10 +210,17 @@ def target_section(verdicts: Sequence[targets.Verdict]) -> list[str]:
         "",
         f"{met} of {len(verdicts)} met; a target whose peer is missing counts as not met.",
         "",
+        *target_rows(verdicts),
+        "",
+    ]
+
+
+def target_rows(verdicts: Sequence[targets.Verdict]) -> list[str]:
+    """Targets as a table."""
+    return [
         "| target | measured | |",
         "|-|-|-|",
         *(f"| {v.text} | {v.measured or ''} | {v.status} |" for v in verdicts),
-        "",
     ]
 
 
@@ -188,12 +231,33 @@ def page(files: Sequence[Mapping[str, Any]]) -> str:
     lines = [INTRODUCTION.format(tolerance=LOSS_TOLERANCE)]
     for file in training.values():
         lines += work_section(file)
+    offloads = [file for file in files if file["kind"] == "offload"]
+    for file in offloads:
+        lines += offload_section(file)
+    offloaded = {file["work"]["name"]: OffloadResult(file) for file in offloads}
     for kind in TITLES:
         if kind in timings:
             lines += timing_section(timings[kind])
     works = {name: WorkResult(file["work"]) for name, file in training.items()}
     plain = {kind: Timings(file) for kind, file in timings.items()}
-    return "\n".join(lines + target_section(targets.all_targets(works, plain)))
+    return "\n".join(lines + target_section(all_targets(works, plain, offloaded)))
+
+
+def all_targets(
+    works: Mapping[str, WorkResult],
+    timings: Mapping[str, Timings],
+    offloaded: Mapping[str, OffloadResult],
+) -> list[targets.Verdict]:
+    """Every target of the project, in the order of the page."""
+    return [
+        *targets.training(works),
+        *offload_result.targets(offloaded.get("gpt125")),
+        *targets.kernel(timings.get("kernel")),
+        *targets.overhead(timings.get("overhead"), works),
+        *targets.startup(timings.get("startup")),
+        *targets.compose(timings.get("compose")),
+        *targets.file_engine(timings.get("io")),
+    ]
 
 
 def read(results: Path) -> list[dict[str, Any]]:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks import peer_env
-from benchmarks.machine import memory_bytes
-from benchmarks.modes import MODES
+from benchmarks.machine import ROOT, memory_bytes
+from benchmarks.modes import mode_named
 from benchmarks.pair import Pair, PairFailed
 from benchmarks.work import WORKS
 
@@ -38,10 +39,11 @@ class Settings:
 class Entry:
     """One mode on one work: its processes while they live, and everything measured so far."""
 
-    def __init__(self, work: str, mode: str, settings: Settings) -> None:
+    def __init__(self, work: str, mode: str, settings: Settings, disk: Path) -> None:
         self.work = work
-        self.mode = MODES[mode]
+        self.mode = mode_named(mode)
         self.settings = settings
+        self.disk = disk
         self.pair: Pair | None = None
         self.reason: str | None = None
         self.resident_bytes = 0
@@ -50,6 +52,7 @@ class Entry:
             "rounds": [],
             "cpu_seconds": [],
             "losses": [],
+            "disk": [],
             "memory": None,
             "versions": None,
             "notes": [],
@@ -85,7 +88,10 @@ class Entry:
         return pair
 
     def _launch(self) -> tuple[Pair, list[dict[str, Any]]]:
-        self.pair = Pair(self.work, self.mode, self.settings.world_size, self.settings.threads)
+        settings = self.settings
+        self.pair = Pair(
+            self.work, self.mode, settings.world_size, settings.threads, disk=self.disk
+        )
         return self.pair, self.pair.ask("steps", count=1, timeout=1800.0)  # a peer may compile here
 
     def turn(self, *, last: bool) -> None:
@@ -99,6 +105,7 @@ class Entry:
                 [reply["seconds"][self.settings.discard :] for reply in replies]
             )
             self.found["cpu_seconds"].append([reply["cpu_seconds"] for reply in replies])
+            self.found["disk"].append([reply["disk"] for reply in replies])
             self.found["launches"][-1]["peak_rss_steady"] = [reply["peak_rss"] for reply in replies]
             self.resident_bytes = sum(reply["peak_rss"] for reply in replies)
             if last:
@@ -118,11 +125,16 @@ class Entry:
 
 
 def compare(
-    work: str, modes: Sequence[str], settings: Settings, say: Callable[[str], None]
+    work: str,
+    modes: Sequence[str],
+    settings: Settings,
+    say: Callable[[str], None],
+    disk: Path = ROOT / "build",
 ) -> Iterator[dict[str, Any]]:
     """Run all rounds of all modes on one work; after each round yields the ``work`` part of a
-    result file, all samples so far (bytes are counted in the last one)."""
-    entries = [Entry(work, mode, settings) for mode in modes]
+    result file, all samples so far (bytes are counted in the last one). Modes that use a disk make
+    their files below ``disk``."""
+    entries = [Entry(work, mode, settings, disk) for mode in modes]
     if any(entry.mode.interpreter == "peers" for entry in entries) and not peer_env.exists():
         for entry in entries:
             if entry.mode.interpreter == "peers":

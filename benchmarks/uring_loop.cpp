@@ -1,6 +1,8 @@
-// The limit of `python -m benchmarks io`: one thread that does nothing but direct transfers by io_uring, into memory on
-// huge pages. No errors handled beyond an end, no short transfers, no other thread to talk to.
-//   uring_loop PATH BYTES BLOCK DEPTH    then lines "r" or "w" on stdin; seconds of one pass on stdout
+// The limit of a disk: one thread that does nothing but direct transfers by io_uring, into memory on huge pages. No
+// errors handled beyond an end, no short transfers, no other thread to talk to.
+//   uring_loop PATH BYTES BLOCK DEPTH [MEMORY]    then lines on stdin; seconds of one pass over the file on stdout
+// Lines: "r" reads, "w" writes, "m" reads every block and writes it back once DEPTH later ones are on their way.
+// MEMORY: bytes that the blocks pass through in turn, as many as the file has if it is not given.
 #include <fcntl.h>
 #include <linux/io_uring.h>
 #include <sys/mman.h>
@@ -44,24 +46,42 @@ struct Ring {
   unsigned* at(unsigned offset) { return reinterpret_cast<unsigned*>(rings + offset); }
 };
 
-void pass(Ring& ring, int file, bool write, char* data, std::uint64_t bytes, std::uint64_t block, unsigned depth) {
+struct Job {
+  int file;
+  char* data;
+  std::uint64_t memory, bytes, block;
+  unsigned depth;
+};
+
+void pass(Ring& ring, const Job& job, char kind) {
   unsigned tail = *ring.at(ring.params.sq_off.tail);
   unsigned head = *ring.at(ring.params.cq_off.head);
   const auto* const done = reinterpret_cast<io_uring_cqe*>(ring.rings + ring.params.cq_off.cqes);
+  const std::uint64_t blocks = (job.bytes + job.block - 1) / job.block;
+  const std::uint64_t lag = kind == 'm' ? job.depth : 0;
+  // Number 2i of a mixed pass reads block i, number 2i + 1 writes the one `lag` before it.
+  const std::uint64_t count = kind == 'm' ? 2 * (blocks + lag) : blocks;
   std::uint64_t next = 0;
   unsigned out = 0;
-  while (next < bytes || out > 0) {
+  while (next < count || out > 0) {
     unsigned added = 0;
-    for (; next < bytes && out < depth; next += block, ++out, ++added) {
+    for (; next < count && out < job.depth; ++next) {
+      const bool write = kind == 'm' ? next % 2 == 1 : kind == 'w';
+      const std::uint64_t number = kind == 'm' ? next / 2 - (write ? lag : 0) : next;
+      if (number >= blocks) continue;  // also "before the first", which has wrapped around
+      const std::uint64_t offset = number * job.block;
       io_uring_sqe& entry = ring.entries[tail++ & (ring.params.sq_entries - 1)];
       std::memset(&entry, 0, sizeof entry);
       entry.opcode = write ? IORING_OP_WRITE : IORING_OP_READ;
-      entry.fd = file;
-      entry.addr = reinterpret_cast<std::uintptr_t>(data + next);
-      entry.len = static_cast<std::uint32_t>(bytes - next < block ? bytes - next : block);
-      entry.off = next;
+      entry.fd = job.file;
+      entry.addr = reinterpret_cast<std::uintptr_t>(job.data + offset % job.memory);
+      entry.len = static_cast<std::uint32_t>(job.bytes - offset < job.block ? job.bytes - offset : job.block);
+      entry.off = offset;
       entry.user_data = entry.len;
+      ++out;
+      ++added;
     }
+    if (out == 0) break;
     __atomic_store_n(ring.at(ring.params.sq_off.tail), tail, __ATOMIC_RELEASE);
     if (syscall(__NR_io_uring_enter, ring.fd, added, 1, IORING_ENTER_GETEVENTS, nullptr, 0) < 0) end("io_uring_enter");
     const unsigned last = __atomic_load_n(ring.at(ring.params.cq_off.tail), __ATOMIC_ACQUIRE);
@@ -76,24 +96,25 @@ void pass(Ring& ring, int file, bool write, char* data, std::uint64_t bytes, std
 }  // namespace
 
 int main(int count, char** words) {
-  if (count != 5) return 2;
+  if (count < 5 || count > 6) return 2;
   const std::uint64_t bytes = std::strtoull(words[2], nullptr, 10);
   const std::uint64_t block = std::strtoull(words[3], nullptr, 10);
   const unsigned depth = static_cast<unsigned>(std::atoi(words[4]));
+  const std::uint64_t memory = count > 5 ? std::strtoull(words[5], nullptr, 10) : bytes;
   const int file = open(words[1], O_RDWR | O_DIRECT);
   if (file < 0) end("open with O_DIRECT");
   constexpr std::size_t kHuge = std::size_t{2} << 20;
   void* const mapped =
-      mmap(nullptr, bytes + kHuge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      mmap(nullptr, memory + kHuge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapped == MAP_FAILED) end("mmap");
   char* const data = static_cast<char*>(mapped) + (kHuge - reinterpret_cast<std::uintptr_t>(mapped) % kHuge) % kHuge;
-  madvise(data, bytes, MADV_HUGEPAGE);
-  std::memset(data, 1, bytes);
+  madvise(data, memory, MADV_HUGEPAGE);
+  std::memset(data, 1, memory);
   Ring ring(depth);
   char line[16];
   while (std::fgets(line, sizeof line, stdin) != nullptr) {
     const auto start = std::chrono::steady_clock::now();
-    pass(ring, file, line[0] == 'w', data, bytes, block, depth);
+    pass(ring, Job{file, data, memory, bytes, block, depth}, line[0]);
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
     std::printf("%.9f\n", seconds.count());
     std::fflush(stdout);

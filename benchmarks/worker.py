@@ -6,7 +6,9 @@ the descriptor given as the last argument (standard output belongs to the librar
 print). Between commands the process blocks in ``read``, so that of all modes only one is active at
 a time.
 
-    python -m benchmarks.worker WORK MODE RANK WORLD_SIZE STORE_FILE REPLY_FD
+    python -m benchmarks.worker WORK MODE RANK WORLD_SIZE STORE_FILE FOLDER REPLY_FD
+
+FOLDER is where a mode that uses a disk keeps its files.
 """
 
 from __future__ import annotations
@@ -25,8 +27,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.memory import live_tensor_bytes, reset_peak, resident_bytes, unique_bytes
-from benchmarks.modes import MODES
+from benchmarks.memory import (
+    disk_bytes,
+    live_tensor_bytes,
+    reset_peak,
+    resident_bytes,
+    unique_bytes,
+)
+from benchmarks.modes import mode_named
 from benchmarks.peer import Peer, fused_adamw
 from benchmarks.work import WORKS, Work
 
@@ -41,19 +49,30 @@ def _load_libraries() -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def _per_step(
+    before: tuple[int, int] | None, after: tuple[int, int] | None, count: int
+) -> list[float] | None:
+    """Bytes [read, written] of one of ``count`` steps: what one leaves on its way at the end, the
+    one before the first left too."""
+    if before is None or after is None:
+        return None
+    return [(b - a) / count for a, b in zip(before, after, strict=True)]
+
+
 class Worker:
     """Builds the model, then answers commands."""
 
-    def __init__(self, work: Work, mode_name: str, rank: int) -> None:
+    def __init__(self, work: Work, mode_name: str, rank: int, folder: str) -> None:
         self.work = work
         self.rank = rank
-        self.mode = MODES[mode_name]
+        self.mode = mode_named(mode_name)
         self.start = importlib.import_module(self.mode.module).start
         _load_libraries()
         self.baseline, _ = resident_bytes()
         self.peak_resets = reset_peak()
         self.steps_done = 0
-        self.peer: Peer = self.start(work.model(), self.mode.options)
+        options = {**self.mode.options, **({"folder": folder} if self.mode.disk else {})}
+        self.peer: Peer = self.start(work.model(), options)
 
     def steps(self, count: int) -> dict[str, Any]:
         """Take ``count`` steps without pause; seconds of each, from the end of the one before (the
@@ -61,7 +80,7 @@ class Worker:
         batches = [self.work.batch(self.rank, self.steps_done + i) for i in range(count)]
         losses, ends = [], []
         dist.barrier()
-        cpu = time.process_time()
+        cpu, moved = time.process_time(), disk_bytes()
         ends.append(time.monotonic())
         for inputs, targets in batches:
             losses.append(self.peer.backward(inputs, targets))
@@ -70,12 +89,14 @@ class Worker:
         cpu = time.process_time() - cpu
         self.steps_done += count
         _, peak = resident_bytes()
+        after = disk_bytes()
         return {
             "seconds": [b - a for a, b in itertools.pairwise(ends)],
             "end": ends[-1],
             "cpu_seconds": cpu,
             "losses": [float(loss) for loss in losses],
             "peak_rss": peak,
+            "disk": _per_step(moved, after, count),
         }
 
     def memory(self) -> dict[str, Any]:
@@ -124,7 +145,7 @@ class Worker:
 
 
 def main(argv: list[str]) -> None:
-    work, mode, rank, world, store, reply_fd = argv
+    work, mode, rank, world, store, folder, reply_fd = argv
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     warnings.simplefilter(
         "ignore", FutureWarning
@@ -136,7 +157,7 @@ def main(argv: list[str]) -> None:
         world_size=int(world),
         timeout=timedelta(seconds=600),
     )
-    worker = Worker(WORKS[work], mode, int(rank))
+    worker = Worker(WORKS[work], mode, int(rank), folder)
     with os.fdopen(int(reply_fd), "w") as replies:
         for line in sys.stdin:
             command = json.loads(line)

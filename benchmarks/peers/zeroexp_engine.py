@@ -1,4 +1,4 @@
-"""zeroexp's engine, stages 0-3, with its own AdamW; float32 and no clipping, as every mode here."""
+"""zeroexp's engine, stages 0-3 and every tier, with its own AdamW in float32."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from benchmarks.work import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY
 from zeroexp.config import Config
 from zeroexp.engine import Engine
 from zeroexp.optim import build
+from zeroexp.placement import Tier
 
 
 class Zeroexp:
-    """``options`` are keys of the ``zero`` section; everything else that matters here is a
-    default."""
+    """``options`` are keys of the ``zero`` section, and ``offload`` (its kind), ``folder`` (of swap
+    files) and ``clip``; everything else that matters here is a default."""
 
     def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
+        zero = dict(options)
+        clip, folder = zero.pop("clip", None), zero.pop("folder", None)
         config = Config.from_mapping(
             {
-                "zero": dict(options),
+                "offload": {"kind": zero.pop("offload", "none"), "nvme": {"dir": folder}},
+                "zero": zero,
                 "precision": {"compute": "fp32"},
                 "optim": {
                     "kind": "adamw",
@@ -32,7 +36,7 @@ class Zeroexp:
                     "weight_decay": WEIGHT_DECAY,
                     "decay_norm_and_bias": True,
                 },
-                "trainer": {"devices": dist.get_world_size(), "gradient_clip_val": None},
+                "trainer": {"devices": dist.get_world_size(), "gradient_clip_val": clip},
             }
         )
         optimizer = build(config.optim, model.named_parameters())
@@ -48,13 +52,18 @@ class Zeroexp:
 
     def state(self) -> State:
         """Found in the segments and the optimizer's state, not asked of the ledger; only the
-        padding is the ledger's word."""
+        padding is the ledger's word. What is on disk counts nothing."""
         segments = self.engine.model.segments
+        values = [s.full if s.home is None else s.home.resident for s in segments]
         masters = [s.master for s in segments if s.has_master_copy]
         return State(
-            params=[s.shard if s.sharded else s.full for s in segments],
-            grads=[s.grads.owned for s in segments if s.spec.trainable],
-            optim=masters
+            params=[t for t in values if t is not None],
+            grads=[
+                s.grads.owned
+                for s in segments
+                if s.spec.trainable and s.placement.grads.tier is not Tier.NVME
+            ],
+            optim=[t for t in masters if t is not None]
             + [t for s in self.engine.steppers for t in tensors_in(dict(s.face.state))],
             padding_bytes=self.engine.ledger.padding_bytes(),
         )
