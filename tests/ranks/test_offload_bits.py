@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from small import STAGES, digest, micro_batches, settings, tiny_gpt, token_batches
-from torch import Tensor
 
 from zeroexp.engine import Engine
 from zeroexp.optim.adamw import AdamW
@@ -45,24 +44,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a training leaves: a digest of the weights, all losses, how many segments were stepped
-    inside a backward, and what lies in the folder of the swap files afterwards."""
+    """What a training leaves: a digest of the weights (rank 0), all losses of this rank, and how
+    many segments were stepped inside a backward."""
 
     weights: dict[str, str]
     losses: list[float]
     ahead: int
-    left: list[str]
 
 
-def train(row: Row, folder: str, steps: int) -> Outcome:
-    whole, losses, ahead = _trained(row, folder, steps)
-    gc.collect()  # an optimizer keeps its state, also on disk, as long as it is there
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-    return Outcome(digest(whole), losses, ahead, [p.name for p in Path(folder).iterdir()])
-
-
-def _trained(row: Row, folder: str, steps: int) -> tuple[dict[str, Tensor], list[float], int]:
+def train(row: Row, folder: str) -> Outcome:
     model = tiny_gpt(dim=32, layers=2)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = OPTIMIZERS[row.optimizer](trained, lr=1e-2, weight_decay=0.1)
@@ -80,7 +70,7 @@ def _trained(row: Row, folder: str, steps: int) -> tuple[dict[str, Tensor], list
     engine = Engine(model, optimizer, keys)
     ahead = _count_steps_ahead(engine)
     losses = []
-    for batch in token_batches(steps, SEQUENCES):
+    for batch in token_batches(STEPS, SEQUENCES):
         for piece in micro_batches(batch, row.accumulate):
             loss = engine(*piece)
             engine.backward(loss)
@@ -88,7 +78,7 @@ def _trained(row: Row, folder: str, steps: int) -> tuple[dict[str, Tensor], list
         engine.step()
     whole = engine.state_dict()
     engine.close()
-    return whole, losses, len(ahead)
+    return Outcome(digest(whole), losses, len(ahead))
 
 
 def _count_steps_ahead(engine: Engine) -> list[int]:
@@ -105,17 +95,23 @@ def _count_steps_ahead(engine: Engine) -> list[int]:
     return found
 
 
-def run(rows: list[Row], folder: str, steps: int) -> list[Outcome]:
-    return [train(row, folder, steps) for row in rows]
+def run(rows: list[Row], folder: str) -> tuple[list[Outcome], list[str]]:
+    """What each row leaves, and what is left in ``folder``, where swap files were."""
+    found = [train(row, folder) for row in rows]
+    gc.collect()  # an optimizer keeps its state, also on disk, as long as it is there
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    return found, [path.name for path in Path(folder).iterdir()]
 
 
-def check(ranks: Any, num_ranks: int, rows: list[Row], folder: Path, steps: int = STEPS) -> None:
+def check(ranks: Any, num_ranks: int, rows: list[Row], folder: Path) -> None:
     """Every row has the bits of its stage without offload."""
     plain = list(dict.fromkeys(row.at_home for row in rows))
     every = [*plain, *rows]
-    results = ranks(num_ranks)(run, every, str(folder), steps, timeout=60 + 10 * len(every))
-    wanted = {row: found for row, found in zip(plain, results[0], strict=False)}
-    for rank, outcomes in enumerate(results):
+    results = ranks(num_ranks)(run, every, str(folder), timeout=60 + 10 * len(every))
+    wanted = {row: found for row, found in zip(plain, results[0][0], strict=False)}
+    for rank, (outcomes, left) in enumerate(results):
+        assert not left
         for row, found in zip(rows, outcomes[len(plain) :], strict=True):
             reference = wanted[row.at_home]
             apart = [n for n, bits in found.weights.items() if reference.weights[n] != bits]
@@ -123,7 +119,6 @@ def check(ranks: Any, num_ranks: int, rows: list[Row], folder: Path, steps: int 
             if rank == 0:
                 assert found.losses == reference.losses, row
                 assert found.weights, row
-            assert not found.left, f"{row} left {found.left}"
             # Blocks have frozen weights here, and are done with when their inputs have a gradient.
             may = row.stage == 3 and row.clip is None and row.in_backward == "auto"
             assert (found.ahead > 0) == may, f"{row}: {found.ahead} segments stepped in backward"
@@ -133,14 +128,17 @@ def pairwise(num_ranks: int, compute: str) -> list[Row]:
     """Every kind at every stage; accumulation, clipping and optimizers take turns, so that each
     pair of values is there."""
     turns = itertools.cycle(
-        [(1, None, "torch"), (4, 0.5, "ours"), (4, None, "torch"), (1, 0.5, "torch"),
-         (1, None, "ours")]
+        [
+            (1, None, "torch"),
+            (4, 0.5, "ours"),
+            (4, None, "torch"),
+            (1, 0.5, "torch"),
+            (1, None, "ours"),
+        ]
     )
     skip = 2 * (num_ranks - 1) + (compute == "bf16")
     turns = itertools.islice(turns, skip, None)
-    return [
-        Row(stage, kind, compute, *next(turns)) for stage in STAGES for kind in KINDS
-    ]
+    return [Row(stage, kind, compute, *next(turns)) for stage in STAGES for kind in KINDS]
 
 
 def complete(num_ranks: int, compute: str) -> list[Row]:
@@ -151,7 +149,7 @@ def complete(num_ranks: int, compute: str) -> list[Row]:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_same_bits_as_without_offload(ranks, tmp_path, num_ranks, compute):
-    check(ranks, num_ranks, pairwise(num_ranks, compute), tmp_path, steps=4)
+    check(ranks, num_ranks, pairwise(num_ranks, compute), tmp_path)
 
 
 @pytest.mark.full
