@@ -93,7 +93,7 @@ class EarlyStep:
         return (
             unit.life is Life.SHARDED
             and unit.pins == 0
-            and unit.done_with_gradients
+            and not (unit.outstanding or unit.open)
             and all(all(s.grads.touched) for s in segments)
             and (self._applies_all or self._finite(segments))
         )

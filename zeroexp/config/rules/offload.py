@@ -6,7 +6,7 @@ from zeroexp.config.byte_size import format_bytes
 from zeroexp.config.rules.rule import ALWAYS, COMMAND, Rule, differs
 from zeroexp.config.sections.offload import OFFLOAD_TIERS
 from zeroexp.config.stepping import waits_for
-from zeroexp.config.tree import KEYS, Config
+from zeroexp.config.tree import Config
 
 #: Direct I/O moves whole blocks of it, on every disk.
 _BLOCK = 4096
@@ -19,7 +19,6 @@ _WAITS = (
     "precision.nonfinite",
     "precision.compute",
 )
-_FILES = [key.path for key in KEYS.values() if key.section == "offload.nvme"]
 
 
 def _is_overruled(c: Config) -> bool:
@@ -40,17 +39,6 @@ def _whole_blocks(path: str) -> Rule:
         broken=lambda c: c.get(path) % _BLOCK != 0,
         problem=lambda c: f"{c.get(path)} is not a multiple of 4KiB.",
         fix=lambda c: f"Use {path}={near(c)}",
-    )
-
-
-def _needs_files(path: str) -> Rule:
-    return Rule(
-        key=path,
-        why="keys of swap files need a tier on nvme",
-        reads=(path, *_TIERS),
-        broken=lambda c: not c.offload.uses_files and differs(c, path),
-        problem=lambda c: "does nothing: nothing is on nvme.",
-        fix=lambda c: "Use offload=nvme or offload=nvme_params, or leave the key out",
     )
 
 
@@ -113,7 +101,6 @@ OFFLOAD_RULES: tuple[Rule, ...] = (
         ),
         fix=lambda c: "Use offload=none beside offload.optim and offload.params, or drop these",
     ),
-    *(_needs_files(path) for path in _FILES),
     _whole_blocks("offload.nvme.block_size"),
     _needs_engine("offload.nvme.queue_depth", "io_uring", "threads"),
     _needs_engine("offload.nvme.threads", "threads", "io_uring"),
