@@ -164,17 +164,10 @@ class ModuleExperts(Experts):
         self, expert: nn.Module | Callable[[], nn.Module], ids: range, num_experts: int, key: int
     ) -> None:
         super().__init__(ids, num_experts)
-        made: object  # a factory of the user's may return anything
         for i in ids:
-            if isinstance(expert, nn.Module):
-                made = copy.deepcopy(expert)
-            else:
-                with seeded(key, i):
-                    made = expert()
-            if not isinstance(made, nn.Module):
-                problem = f"the factory made a {type(made).__name__}."
-                raise ConfigError([Problem("expert", problem, "let it return an nn.Module")])
-            self.add_module(str(i), made)  # the name is the global id, also in a checkpoint
+            with seeded(key, i):
+                made = copy.deepcopy(expert) if isinstance(expert, nn.Module) else expert()
+            self.add_module(str(i), _module(made))  # named by its global id, as in a checkpoint
 
     def forward(self, rows_AC: Tensor, counts_E: Tensor, where: str) -> Tensor:
         parts = []
@@ -197,6 +190,14 @@ class ModuleExperts(Experts):
             ids = range(int(i), int(i) + 1)
             for name, parameter in expert.named_parameters(prefix=i):
                 yield ExpertParameter(name, parameter, ids, self.num_experts, stacked=False)
+
+
+def _module(made: object) -> nn.Module:
+    """What a factory of the user's returned, if it is a module."""
+    if isinstance(made, nn.Module):
+        return made
+    problem = f"the factory made a {type(made).__name__}."
+    raise ConfigError([Problem("expert", problem, "let it return an nn.Module")])
 
 
 def make_experts(d_model: int, expert: Expert, ids: range, num_experts: int) -> Experts:
