@@ -16,6 +16,7 @@ from zeroexp.comm import Group
 from zeroexp.comm.all_to_all import AllToAll
 from zeroexp.moe.permutation import Permutation
 from zeroexp.moe.routing import Routing
+from zeroexp.moe.weighted_sum import weighted_sum
 
 TAGS = 4
 """Tags that one layer uses: there and back, each with its backward."""
@@ -26,7 +27,6 @@ class LocalDispatch:
 
     def __init__(self, x_SC: Tensor, routing: Routing) -> None:
         self._routing = routing
-        self._shape = x_SC.shape
         self._rows_AC = x_SC.index_select(0, routing.token_A)
 
     def arrived(self) -> tuple[Tensor, Tensor]:
@@ -36,9 +36,8 @@ class LocalDispatch:
     def combine(self, rows_AC: Tensor) -> Tensor:
         """Weighted sums of the experts' outputs, one row a token; zeros where all turned it
         away."""
-        weights_A1 = self._routing.weight_A.to(rows_AC.dtype).unsqueeze(1)
-        y_SC = rows_AC.new_zeros(self._shape)
-        return y_SC.index_add(0, self._routing.token_A, rows_AC * weights_A1)
+        routing = self._routing
+        return weighted_sum(rows_AC, routing.weight_A, routing.token_A, routing.num_tokens)
 
 
 class RemoteDispatch:

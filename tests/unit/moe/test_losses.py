@@ -116,7 +116,7 @@ def test_losses_of_no_token_are_zero() -> None:
     layer(torch.zeros(0, 4))
     loss = auxiliary_loss(layer)
     loss.backward()
-    assert float(loss) == 0
+    assert loss.item() == 0
     assert layer.gate.weight.grad is not None and not layer.gate.weight.grad.any()
 
 
