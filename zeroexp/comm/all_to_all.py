@@ -40,12 +40,13 @@ class AllToAll:
         self._received, self._sent = list(received), list(sent)
         self._tag, self._what = tag, what
         self._done = done
+        self._out: Tensor | None = None  # on its way in the forward pass
         self._forward: Pending = DONE
         self._backward: Pending = DONE
         self._nbytes = self._nbytes_back = 0
 
     def start(self, rows: Tensor) -> Tensor:
-        """Begin to send ``rows``; returns what :meth:`end` takes, not filled yet."""
+        """Begin to send ``rows``; what is returned stands for them until :meth:`end` takes it."""
         started: Tensor = _Start.apply(rows, self)  # type: ignore[no-untyped-call]
         return started
 
@@ -55,14 +56,19 @@ class AllToAll:
         arrived: Tensor = _End.apply(started, self)  # type: ignore[no-untyped-call]
         return arrived
 
-    def send(self, rows: Tensor) -> Tensor:
+    def send(self, rows: Tensor) -> None:
         self._nbytes = self._leaving(self._sent, rows)
-        out, self._forward = self._begin(rows, self._received, self._sent, self._tag, self._what)
-        return out
+        self._out, self._forward = self._begin(
+            rows, self._received, self._sent, self._tag, self._what
+        )
 
-    def wait(self) -> None:
+    def wait(self) -> Tensor:
         pending, self._forward = self._forward, DONE
+        out, self._out = self._out, None
+        if out is None:
+            raise RuntimeError(f"{self._what}: ended without a start")
         self._timed(pending, self._nbytes)
+        return out
 
     def send_back(self, rows: Tensor) -> Tensor:
         self._nbytes_back = self._leaving(self._received, rows)
@@ -99,7 +105,8 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, transfer: AllToAll) -> Tensor:
         ctx.transfer = transfer
-        return transfer.send(rows)
+        transfer.send(rows)
+        return rows.view_as(rows)  # of the shape that the gradient will have
 
     @staticmethod
     @once_differentiable
@@ -112,8 +119,7 @@ class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, started: Tensor, transfer: AllToAll) -> Tensor:
         ctx.transfer = transfer
-        transfer.wait()
-        return started.view_as(started)
+        return transfer.wait()
 
     @staticmethod
     @once_differentiable

@@ -178,7 +178,9 @@ def test_a_token_changes_no_earlier_output_where_the_gate_is_causal(
 ) -> None:
     """papers.md 1.7. Expert choice must fail this, and so must drops that prefer later tokens."""
     torch.manual_seed(3)
-    layer = MoE(8, MLP(4), 4, k, gate=kind, min_capacity=1, balance_loss=0.0, **keys).double().eval()
+    layer = (
+        MoE(8, MLP(4), 4, k, gate=kind, min_capacity=1, balance_loss=0.0, **keys).double().eval()
+    )
     with torch.no_grad():
         layer.gate.weight.mul_(4)
     x = torch.randn(24, 8, dtype=torch.float64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from plain_moe import plain_forward  # type: ignore[import-not-found]
 from torch import Tensor, nn
 
 from zeroexp.comm.group import SoloGroup
-from zeroexp.errors import ModelError
+from zeroexp.comm.p2p import P2PGroup
+from zeroexp.errors import ConfigError, ModelError
 from zeroexp.ledger import Ledger
 from zeroexp.moe import (
     MLP,
@@ -162,7 +164,7 @@ def test_an_expert_that_changes_the_shape_is_named(wrong: type[nn.Module], made:
     with pytest.raises(ModelError, match=rf"a MoE layer: expert 1 turned .*\(2, 4\) into {made}"):
         layer(torch.ones(2, 4))
     name_layers(model)
-    with pytest.raises(ModelError, match="MoE layer mlp: expert 1 .*the width 4"):
+    with pytest.raises(ModelError, match=r"MoE layer mlp: expert 1 .*the width 4"):
         layer(torch.ones(2, 4))
 
 
@@ -210,6 +212,17 @@ def test_a_group_of_one_sends_nothing() -> None:
     layer = MoE(4, MLP(8), 3, group=SoloGroup(0, ledger))
     layer(torch.randn(5, 4)).sum().backward()
     assert ledger.comm_bytes() == {}
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "fix"),
+    [(4, 3, "use 3 or 6 experts, or a group of 1 or 2"), (2, 4, "use 4 experts, or a group of 1")],
+)
+def test_experts_that_do_not_divide_over_the_group(experts: int, ranks: int, fix: str) -> None:
+    """MO-08."""
+    group = P2PGroup(Mock(), range(ranks), 0, Ledger(), 1.0)
+    with pytest.raises(ConfigError, match=rf"num_experts.*{experts} experts.*{ranks} ranks.*{fix}"):
+        MoE(4, MLP(8), experts, group=group)
 
 
 def saved_bytes(experts: int, k: int, tokens: int) -> int:
