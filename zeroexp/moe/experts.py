@@ -55,10 +55,20 @@ class MLP:
 @contextmanager
 def seeded(key: int, expert: int) -> Iterator[None]:
     """Torch's generators as ``key`` and the expert's id say, and afterwards as they were."""
-    cuda = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=cuda):
-        torch.manual_seed((key + expert) % (1 << 63))
+    # Not torch.manual_seed: it also seeds accelerators that start later, and each rank has experts
+    # of its own.
+    seed = (key + expert) % (1 << 63)
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    cpu = torch.default_generator.get_state()
+    try:
+        torch.default_generator.manual_seed(seed)
+        if cuda is not None:
+            torch.cuda.manual_seed(seed)
         yield
+    finally:
+        torch.default_generator.set_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
 
 
 Expert = MLP | nn.Module | Callable[[], nn.Module]

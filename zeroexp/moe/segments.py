@@ -27,11 +27,15 @@ def grouped_linear(
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         rows_AC, weight_ECH = rows_AC.to(dtype), weight_ECH.to(dtype)
-    if _has_grouped_product(rows_AC, weight_ECH):
-        ends_E = counts_E.cumsum(0, dtype=torch.int32)
-        out_AH = F.grouped_mm(rows_AC, weight_ECH, offs=ends_E)
-    else:
-        out_AH = _Segments.apply(rows_AC, weight_ECH, counts_E.tolist())  # type: ignore[no-untyped-call]
+    if not _has_grouped_product(rows_AC, weight_ECH):
+        if bias_EH is not None:
+            bias_EH = bias_EH.to(rows_AC.dtype)
+        out_AH: Tensor = _Segments.apply(  # type: ignore[no-untyped-call]
+            rows_AC, weight_ECH, bias_EH, counts_E.tolist()
+        )
+        return out_AH
+    ends_E = counts_E.cumsum(0, dtype=torch.int32)
+    out_AH = F.grouped_mm(rows_AC, weight_ECH, offs=ends_E)
     if bias_EH is None:
         return out_AH
     each_AH = bias_EH.to(out_AH.dtype).repeat_interleave(
@@ -54,20 +58,28 @@ def _has_grouped_product(rows_AC: Tensor, weight_ECH: Tensor) -> bool:
 
 class _Segments(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, counts: list[int]
+    ) -> Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.counts = counts
         out = rows.new_empty(rows.shape[0], weight.shape[2])
-        for x, matrix, y in zip(rows.split(counts), weight, out.split(counts), strict=True):
-            torch.mm(x, matrix, out=y)
+        parts = zip(rows.split(counts), weight, out.split(counts), strict=True)
+        for e, (x, matrix, y) in enumerate(parts):
+            if bias is None:
+                torch.mm(x, matrix, out=y)
+            else:
+                torch.addmm(bias[e], x, matrix, out=y)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         rows, weight = ctx.saved_tensors
         grads = grad.split(ctx.counts)
-        to_rows = to_weight = None
+        to_rows = to_weight = to_bias = None
         if ctx.needs_input_grad[0]:
             to_rows = torch.empty_like(rows)
             for g, matrix, out in zip(grads, weight, to_rows.split(ctx.counts), strict=True):
@@ -76,4 +88,6 @@ class _Segments(torch.autograd.Function):
             to_weight = torch.empty_like(weight)
             for g, x, out in zip(grads, rows.split(ctx.counts), to_weight, strict=True):
                 torch.mm(x.t(), g, out=out)  # without rows: zeros
-        return to_rows, to_weight, None
+        if ctx.needs_input_grad[2]:
+            to_bias = torch.stack([g.sum(0) for g in grads])
+        return to_rows, to_weight, to_bias, None
