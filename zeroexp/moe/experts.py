@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -174,10 +174,12 @@ class ModuleExperts(Experts):
         self, expert: nn.Module | Callable[[], nn.Module], ids: range, num_experts: int, key: int
     ) -> None:
         super().__init__(ids, num_experts)
+        made: dict[int, nn.Module] = {}
         for i in ids:
             with seeded(key, i):
-                made = copy.deepcopy(expert) if isinstance(expert, nn.Module) else expert()
-            self.add_module(str(i), _module(made))  # named by its global id, as in a checkpoint
+                one = copy.deepcopy(expert) if isinstance(expert, nn.Module) else expert()
+            made[i] = _module(one, made.values())
+            self.add_module(str(i), one)  # named by its global id, as in a checkpoint
 
     def forward(self, rows_AC: Tensor, counts_E: Tensor, where: str) -> Tensor:
         parts = []
@@ -202,12 +204,15 @@ class ModuleExperts(Experts):
                 yield ExpertParameter(name, parameter, ids, self.num_experts, stacked=False)
 
 
-def _module(made: object) -> nn.Module:
-    """What a factory of the user's returned, if it is a module."""
-    if isinstance(made, nn.Module):
-        return made
-    problem = f"the factory made a {type(made).__name__}."
-    raise ConfigError([Problem("expert", problem, "let it return an nn.Module")])
+def _module(made: object, before: Collection[nn.Module]) -> nn.Module:
+    """What a factory of the user's returned, if it is a module of its own."""
+    if not isinstance(made, nn.Module):
+        problem = f"the factory made a {type(made).__name__}."
+        raise ConfigError([Problem("expert", problem, "let it return an nn.Module")])
+    if any(made is other for other in before):
+        problem = "the factory returned one module twice, so experts would share weights."
+        raise ConfigError([Problem("expert", problem, "let it build a new one in every call")])
+    return made
 
 
 def make_experts(d_model: int, expert: Expert, ids: range, num_experts: int) -> Experts:

@@ -17,6 +17,7 @@ from zeroexp.moe.experts import MLP, Expert, ExpertParameter, make_experts
 from zeroexp.moe.gate import Gate
 from zeroexp.moe.losses import LossWeights
 from zeroexp.moe.registry import GATES, usual_gate
+from zeroexp.moe.routing import Routing
 from zeroexp.moe.statistics import Statistics
 
 UNTAKEN = 64
@@ -104,6 +105,10 @@ class MoE(nn.Module):
         index, local = (0 if group is None else group.index), num_experts // size
         ids = range(index * local, (index + 1) * local)
         self.experts = make_experts(d_model, expert, ids, num_experts)
+        if any(isinstance(module, MoE) for module in self.experts.modules()):
+            problem = "an expert holds a MoE layer itself: its experts would lie in two groups."
+            fix = "use one layer with all the experts"
+            raise ConfigError([Problem("expert", problem, fix)])
         self.shared = shared
         self.residual = residual
         self.mix = nn.Linear(d_model, 2) if residual is not None else None
@@ -111,6 +116,7 @@ class MoE(nn.Module):
         self.path = ""
         self.tag = 0
         self._untaken: list[Tensor] = []
+        self._recorded = False  # whether the losses of any pass were kept for take_loss
 
     @property
     def where(self) -> str:
@@ -151,15 +157,21 @@ class MoE(nn.Module):
         losses = self.weights.losses(routing, x.shape[:-2].numel())
         rows, counts_E = dispatch.arrived()
         y = dispatch.combine(self.experts(rows, counts_E, self.where)).view(x.shape)
-        # A recomputation in backward is the same pass again, which was counted already.
         if torch._C._current_graph_task_id() == -1:
             self._record(routing, losses)
+        elif losses and not self._recorded:
+            raise ModelError(
+                f"{self.where}: recomputed in backward, but its losses were not there in forward: "
+                "checkpoint(..., use_reentrant=True) runs it without a graph first, and nothing "
+                "would balance the experts. Use use_reentrant=False."
+            )
         if self.mix is not None and residual is not None:
             share = self.mix(x).softmax(dim=-1)
             y = y * share[..., :1] + residual * share[..., 1:]
         return y if shared is None else y + shared
 
-    def _record(self, routing: Any, losses: dict[str, Tensor]) -> None:
+    def _record(self, routing: Routing, losses: dict[str, Tensor]) -> None:
+        """Count a forward pass. A recomputation in backward is the same pass again."""
         self.statistics.record(routing, losses)
         if not self.training:
             return
@@ -173,6 +185,7 @@ class MoE(nn.Module):
                     "loss of every forward pass, or build the layer with balance_loss=0 (and "
                     "z_loss, sequence_loss)."
                 )
+            self._recorded = True
             self._untaken.append(self.weights.total(losses))
 
     def take_loss(self) -> Tensor | None:

@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from plain_moe import in_turn  # type: ignore[import-not-found]
+from torch import nn
 
 from zeroexp.errors import ConfigError
 from zeroexp.moe import GATES, MLP, Capacity, Gate, MoE, Routing
+from zeroexp.moe.routing import keep_first, sorted_slots
 
 
 @pytest.mark.parametrize(
@@ -136,6 +141,40 @@ def test_expert_choice_fills_every_expert() -> None:
     assert gate.route(torch.randn(3, 4), None).counts_E.tolist() == [3, 3, 3, 3]
 
 
+@given(st.data())
+def test_any_queue_is_served_in_turn(data: st.DataObject) -> None:
+    tokens, experts = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 6))
+    k, places = data.draw(st.integers(1, experts)), data.draw(st.integers(1, 5))
+    order = st.permutations(range(experts))
+    chosen = [list(data.draw(order))[:k] for _ in range(tokens)]
+    value = st.integers(0, 3)  # with ties, which the earlier token wins
+    values = [[data.draw(value) for _ in range(k)] for _ in range(tokens)]
+    wanted = [[data.draw(st.booleans()) for _ in range(k)] for _ in range(tokens)]
+    priority = data.draw(st.sampled_from(["position", "choice", "probs"]))
+    slots = [(s, j) for s in range(tokens) for j in range(k)]
+    if priority == "choice":
+        slots.sort(key=lambda slot: (slot[1], slot[0]))
+    if priority == "probs":
+        slots.sort(key=lambda slot: -values[slot[0]][slot[1]])
+    wishes = [(s, chosen[s][j]) for s, j in slots if wanted[s][j]]
+    served = in_turn(wishes, places)
+    kept_SK = keep_first(
+        torch.tensor(chosen),
+        torch.tensor(values, dtype=torch.float64),
+        torch.tensor(wanted),
+        num_experts=experts,
+        places=places,
+        priority=priority,
+        generator=None,
+    )
+    found = {(s, chosen[s][j]) for s, j in kept_SK.nonzero().tolist()}
+    assert found == served
+    listed = sorted_slots(torch.tensor(chosen), kept_SK)
+    assert listed.tolist() == sorted(
+        (s * k + j for s, j in kept_SK.nonzero().tolist()), key=lambda i: (chosen[i // k][i % k], i)
+    )
+
+
 def test_no_tokens_no_assignments() -> None:
     for kind in GATES:
         k = {"top1": 1}.get(kind, 2)
@@ -143,6 +182,8 @@ def test_no_tokens_no_assignments() -> None:
             routing = gate_of(kind, k, 4, factor=factor).route(torch.zeros(0, 4), None)
             assert kept(routing) == [] and routing.counts_E.tolist() == [0, 0, 0, 0]
 
+
+ONE = nn.Linear(4, 4)
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"capacity_factor": 0.0}, "capacity_factor.*leaves no place.*use 1.25"),
@@ -168,6 +209,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"expert": MLP(0)}, "expert.*hidden width 0"),
     ({"expert": MLP(4, "gelo")}, "expert.*'gelo'.*use gelu"),
     ({"expert": lambda: "no module"}, "expert.*factory made a str"),
+    ({"expert": lambda: ONE}, "expert.*one module twice"),
+    ({"expert": lambda: MoE(4, MLP(4), 2)}, "expert.*holds a MoE layer itself"),
 ]
 
 

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from zeroexp.errors import ModelError
 from zeroexp.moe import GATES, MLP, MoE, auxiliary_loss, read_statistics
+from zeroexp.moe.bias import Bias
 
 NOISY: list[dict[str, Any]] = [
     {"top_k": 1, "gate_options": {"gumbel": True}, "jitter": 0.05},
@@ -68,12 +70,20 @@ def test_a_recomputed_block_routes_alike_and_counts_once(keys: dict[str, Any]) -
             out.square().sum().backward(retain_graph=True)
         extra.backward()
         grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        found.append((grads, read_statistics(model)))
+        loads = [m.load for m in model.modules() if isinstance(m, Bias)]
+        found.append((grads, (read_statistics(model), str(loads))))
     (plain, counted), (recomputed, recounted) = found
     assert len(plain) == len(recomputed) == len(list(model.parameters()))
     for a, b in zip(plain, recomputed, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
     assert counted == recounted
+
+
+def test_a_reentrant_recomputation_would_lose_the_losses() -> None:
+    layer = MoE(6, MLP(8), 4)
+    out = checkpoint(layer, torch.randn(5, 6, requires_grad=True), use_reentrant=True)
+    with pytest.raises(ModelError, match="Use use_reentrant=False"):
+        out.sum().backward()
 
 
 def test_a_generator_of_ones_own_is_used_instead() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -204,3 +205,21 @@ def test_a_gate_of_ones_own_is_taken_as_it_is() -> None:
     layer = MoE(4, MLP(4), 3, gate=Fixed(4, 3, top_k=1))
     with pytest.raises(RuntimeError, match="asked"):
         layer(torch.zeros(2, 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "k", "keys"), GATES)
+@pytest.mark.parametrize("expert", EXPERT_KINDS)
+def test_a_device_computes_what_the_host_computes(
+    kind: str, k: int, keys: dict[str, Any], expert: str
+) -> None:
+    rest = {"capacity_factor": 0.7 / k, "min_capacity": 1}
+    layer = layer_of(kind, k, keys, EXPERT_KINDS[expert], **rest)
+    x = torch.randn(TOKENS, CHANNELS, dtype=torch.float64, requires_grad=True)
+    y = layer(x)
+    wanted = gradients(layer, x, y.square().sum())
+    there, x_there = copy.deepcopy(layer).cuda(), x.detach().cuda().requires_grad_()
+    y_there = there(x_there)
+    torch.testing.assert_close(y_there.cpu(), y, rtol=0, atol=1e-9)
+    for name, grad in gradients(there, x_there, y_there.square().sum()).items():
+        torch.testing.assert_close(grad.cpu(), wanted[name], rtol=0, atol=1e-9, msg=name)
