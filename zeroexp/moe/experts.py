@@ -20,14 +20,19 @@ from torch import Tensor, nn
 from zeroexp.config.nearest import nearest
 from zeroexp.errors import ConfigError, ModelError, Problem
 from zeroexp.moe.draws import draw_key
-from zeroexp.moe.segments import grouped_linear
+from zeroexp.moe.segments import Activation, activated_linear, grouped_linear
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+
+def _swiglu(up: Tensor, gate: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+_ACTIVATIONS: dict[str, Activation] = {
     "gelu": F.gelu,
     "relu": F.relu,
     "silu": F.silu,
+    "swiglu": _swiglu,
 }
-ACTIVATIONS = (*_ACTIVATIONS, "swiglu")
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,8 @@ class MLP:
         if self.hidden < 1:
             problem = f"hidden width {self.hidden}."
             found.append(Problem("expert", problem, "use 1 or more, e.g. 4 * d_model"))
-        if self.activation not in ACTIVATIONS:
-            close = nearest(self.activation, ACTIVATIONS) or ACTIVATIONS
+        if self.activation not in _ACTIVATIONS:
+            close = nearest(self.activation, _ACTIVATIONS) or list(_ACTIVATIONS)
             problem = f"activation {self.activation!r} is not known."
             found.append(Problem("expert", problem, f"use {' or '.join(close)}"))
         return found
@@ -150,12 +155,11 @@ class GroupedExperts(Experts):
                         nn.init.uniform_(bias.detach()[place], -bound, bound)
 
     def forward(self, rows_AC: Tensor, counts_E: Tensor, where: str) -> Tensor:
-        h_AH = grouped_linear(rows_AC, counts_E, self.up, self.up_bias)
-        if self.gate is None:
-            h_AH = _ACTIVATIONS[self.activation](h_AH)
-        else:
-            h_AH = F.silu(grouped_linear(rows_AC, counts_E, self.gate, self.gate_bias)) * h_AH
-        return grouped_linear(h_AH, counts_E, self.down, self.down_bias)
+        pre = [grouped_linear(rows_AC, counts_E, self.up, self.up_bias)]
+        if self.gate is not None:
+            pre.append(grouped_linear(rows_AC, counts_E, self.gate, self.gate_bias))
+        activation = _ACTIVATIONS[self.activation]
+        return activated_linear(pre, activation, counts_E, self.down, self.down_bias)
 
     def expert_parameters(self) -> Iterator[ExpertParameter]:
         for name, parameter in self.named_parameters():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zeroexp.moe.permutation import Permutation
-from zeroexp.moe.segments import grouped_linear
+from zeroexp.moe.segments import activated_linear, grouped_linear
 
 COUNTS = [[3, 0, 5, 1], [0, 0, 0, 9], [0, 0, 0, 0], [2, 2, 2, 3]]
 
@@ -25,6 +25,31 @@ def test_each_row_meets_its_own_matrix(counts: list[int], with_bias: bool) -> No
         wanted = wanted + bias[expert]
     torch.testing.assert_close(out, wanted, rtol=0, atol=1e-12)
     inputs = [rows, weight] if bias is None else [rows, weight, bias]
+    direction = torch.randn_like(out)
+    found = torch.autograd.grad(out, inputs, direction)
+    for a, b in zip(found, torch.autograd.grad(wanted, inputs, direction), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("frozen", ["", "pre", "weight", "bias"])
+def test_an_activation_computed_anew_has_the_same_gradients(counts: list[int], frozen: str) -> None:
+    torch.manual_seed(0)
+    shapes = {"pre": (sum(counts), 5), "other": (sum(counts), 5)}
+    shapes |= {"weight": (4, 5, 3), "bias": (4, 3)}
+    tensors = {
+        name: torch.randn(shape, dtype=torch.float64, requires_grad=name != frozen)
+        for name, shape in shapes.items()
+    }
+    pre, other, weight, bias = tensors.values()
+
+    def activation(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a.tanh() * b
+
+    out = activated_linear((pre, other), activation, torch.tensor(counts), weight, bias)
+    wanted = grouped_linear(activation(pre, other), torch.tensor(counts), weight, bias)
+    assert torch.equal(out, wanted)
+    inputs = [tensor for tensor in tensors.values() if tensor.requires_grad]
     direction = torch.randn_like(out)
     found = torch.autograd.grad(out, inputs, direction)
     for a, b in zip(found, torch.autograd.grad(wanted, inputs, direction), strict=True):
