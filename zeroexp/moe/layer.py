@@ -75,7 +75,21 @@ class MoE(nn.Module):
         problems = _sizes(d_model, num_experts, size) + weights.problems()
         if isinstance(expert, MLP):
             problems += expert.problems()
-        made: Gate | None = gate if isinstance(gate, Gate) else None
+        made: Gate | None = None
+        if isinstance(gate, Gate):
+            made = gate
+            sizes = {"num_experts": num_experts, "top_k": top_k}
+            problems += _given_gate_problems(
+                gate,
+                sizes,
+                gate_options=gate_options,
+                capacity_factor=capacity_factor,
+                eval_capacity_factor=eval_capacity_factor,
+                priority=priority,
+                jitter=jitter or None,
+                bias_rate=bias_rate or None,
+                generator=generator,
+            )
         if isinstance(name, str):
             problems += _gate_problems(name, gate_options or {})
             if not problems:
@@ -224,6 +238,20 @@ def _sizes(d_model: int, num_experts: int, ranks: int) -> list[Problem]:
                 f"{' or '.join(map(str, fits))}",
             )
         )
+    return found
+
+
+def _given_gate_problems(gate: Gate, sizes: Mapping[str, int], **unused: Any) -> list[Problem]:
+    """What a gate that is built already contradicts, and what it can no longer be told."""
+    found = [
+        Problem(key, f"{value}, but the gate has {getattr(gate, key)}.", "make them equal")
+        for key, value in sizes.items()
+        if getattr(gate, key) != value
+    ]
+    for key, value in unused.items():
+        if value is not None:
+            problem = "the gate is built already."
+            found.append(Problem(key, problem, "give it to the gate, or name a gate"))
     return found
 
 

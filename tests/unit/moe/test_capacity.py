@@ -209,6 +209,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"expert": MLP(0)}, "expert.*hidden width 0"),
     ({"expert": MLP(4, "gelo")}, "expert.*'gelo'.*use gelu"),
     ({"expert": lambda: "no module"}, "expert.*factory made a str"),
+    ({"gate": GATES["topk"](4, 6, top_k=1)}, "num_experts.*4, but the gate has 6"),
+    ({"gate": GATES["topk"](4, 4, top_k=2)}, "top_k.*1, but the gate has 2"),
+    ({"gate": GATES["topk"](4, 4, top_k=1), "jitter": 0.1}, "jitter.*built already.*to the gate"),
     ({"expert": lambda: ONE}, "expert.*one module twice"),
     ({"expert": lambda: MoE(4, MLP(4), 2)}, "expert.*holds a MoE layer itself"),
 ]
