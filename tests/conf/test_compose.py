@@ -186,7 +186,6 @@ def test_a_typo_in_hydras_own_settings() -> None:
         ("offload=ssd", "offload", "ssd is not an option. Options: cpu, cpu_params, none, nvme,"),
         ("offload=nvme_param", "offload", "Did you mean  offload=nvme_params?"),
         ("offload=null", "offload", "null is not an option. Off is offload=none."),
-        ("offload=cpu offload.nvme.dir=/x", "offload.nvme.dir", "nothing is on nvme."),
         ("moe=top2", "moe", "arrives with mixture of experts."),
         (
             "recompute=selective",

@@ -123,22 +123,6 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         "Use offload=none",
         {"offload.params": "auto"},
     ),
-    *(
-        (
-            {f"offload.nvme.{name}": value, "offload.kind": "cpu"},
-            f"offload.nvme.{name}",
-            "nothing is on nvme. Use offload=nvme or offload=nvme_params",
-            {"offload.params": "nvme"},
-        )
-        for name, value in {
-            "dir": "/x",
-            "engine": "threads",
-            "queue_depth": 8,
-            "block_size": 8192,
-            "threads": 8,
-            "checksum": False,
-        }.items()
-    ),
     (
         {"offload.kind": "nvme", "offload.nvme.engine": "threads", "offload.nvme.queue_depth": 8},
         "offload.nvme.queue_depth",

@@ -9,11 +9,13 @@ hanging.
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,6 +91,11 @@ def close_channel(channel: dist.ProcessGroup) -> None:
             dist.destroy_process_group(channel)
 
 
+def row_bytes(rows: Tensor) -> int:
+    """Bytes of one row of ``rows`` ``[n, ...]``, also where n is 0."""
+    return math.prod(rows.shape[1:]) * rows.element_size()
+
+
 class Group(ABC):
     """Ranks that hold shards of the same state, or replicas of the same shard.
 
@@ -101,6 +108,10 @@ class Group(ABC):
         self.index = self.ranks.index(rank)
         self.ledger = ledger
         self.timeout = timeout
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        # A connection, not a value: copies of a module that holds it share it.
+        return self
 
     @property
     def peers(self) -> list[tuple[int, int]]:
@@ -158,6 +169,24 @@ class Group(ABC):
         """Copy ``tensor`` from index ``source`` to the others, in place."""
 
     @abstractmethod
+    def all_to_all(
+        self,
+        out: Tensor,
+        rows: Tensor,
+        *,
+        received: Sequence[int],
+        sent: Sequence[int],
+        tag: int,
+        what: str,
+    ) -> Pending:
+        """Send the next ``sent[i]`` of ``rows`` ``[sum(sent), ...]`` to index ``i`` and fill
+        ``out`` ``[sum(received), ...]`` with what arrives, by index.
+
+        Both are contiguous; counts may be 0 and differ between ranks, but ``received[i]`` here is
+        ``sent[index]`` there. ``rows`` must not change before the result has been waited for.
+        """
+
+    @abstractmethod
     def exchange(self, payload: Tensor, what: str) -> Tensor:
         """Every rank's small ``payload`` ``[n]`` as ``[size, n]`` on every rank; counted as control
         traffic."""
@@ -201,6 +230,19 @@ class SoloGroup(Group):
         return DONE
 
     def broadcast(self, tensor: Tensor, *, source: int, tag: int, what: str) -> Pending:
+        return DONE
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        rows: Tensor,
+        *,
+        received: Sequence[int],
+        sent: Sequence[int],
+        tag: int,
+        what: str,
+    ) -> Pending:
+        out.copy_(rows)
         return DONE
 
     def exchange(self, payload: Tensor, what: str) -> Tensor:

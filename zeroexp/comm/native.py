@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroexp.comm.group import Group, Pending, close_channel
+from zeroexp.comm.group import Group, Pending, close_channel, row_bytes
 from zeroexp.ledger import Ledger
 
 # torch 2.13 renamed the flat collectives and warns about the old names; this is the one place that
@@ -75,6 +75,22 @@ class NativeGroup(Group):
         if self.index == source:
             self.ledger.sent("broadcast", tensor.nbytes)
         return self._pending(work, what, (tensor,))
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        rows: Tensor,
+        *,
+        received: Sequence[int],
+        sent: Sequence[int],
+        tag: int,
+        what: str,
+    ) -> Pending:
+        work = dist.all_to_all_single(
+            out, rows, list(received), list(sent), group=self._channel, async_op=True
+        )
+        self.ledger.sent("all_to_all", (sum(sent) - sent[self.index]) * row_bytes(rows))
+        return self._pending(work, what, (out, rows))
 
     def exchange(self, payload: Tensor, what: str) -> Tensor:
         device = torch.device("cuda", torch.cuda.current_device())

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroexp.comm.group import Group, Pending, close_channel
+from zeroexp.comm.group import Group, Pending, close_channel, row_bytes
 from zeroexp.comm.pool import BufferPool
 from zeroexp.ledger import Ledger
 
@@ -29,6 +29,7 @@ class Op(IntEnum):
     ALL_REDUCE = 2
     BROADCAST = 3
     EXCHANGE = 4
+    ALL_TO_ALL = 5
 
 
 class P2PGroup(Group):
@@ -150,6 +151,28 @@ class P2PGroup(Group):
         else:
             works = [self._recv(tensor, self.ranks[source], tag, Op.BROADCAST)]
         return Pending(works, what, self.timeout, keep=(tensor,))
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        rows: Tensor,
+        *,
+        received: Sequence[int],
+        sent: Sequence[int],
+        tag: int,
+        what: str,
+    ) -> Pending:
+        inbox, outbox = out.split(list(received)), rows.split(list(sent))
+        # An empty part needs no message: both ends know the counts.
+        works = [
+            self._recv(inbox[i], peer, tag, Op.ALL_TO_ALL) for i, peer in self.peers if received[i]
+        ]
+        works += [
+            self._send(outbox[i], peer, tag, Op.ALL_TO_ALL) for i, peer in self.peers if sent[i]
+        ]
+        inbox[self.index].copy_(outbox[self.index])
+        self.ledger.sent("all_to_all", (sum(sent) - sent[self.index]) * row_bytes(rows))
+        return Pending(works, what, self.timeout, keep=(out, rows))
 
     def exchange(self, payload: Tensor, what: str) -> Tensor:
         rows = payload.new_empty(self.size, payload.numel())
