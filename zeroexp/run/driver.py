@@ -28,6 +28,7 @@ from zeroexp.run.failure import Verdict
 from zeroexp.run.forecast import Forecast, forecast
 from zeroexp.run.launch import Interrupt, Job, interrupted, run_job
 from zeroexp.run.summary import closing_lines, opening_lines
+from zeroexp.run.swap import sweep_after, sweep_before
 from zeroexp.run.tag import tag_of
 
 
@@ -159,6 +160,7 @@ def _carry_out(start: Start, out: IO[str], interrupt: Interrupt, quiet: bool) ->
             return Verdict(status.WONT_FIT, plan.verdict)
         if config.launch.guard == "warn":
             _say(out, [f"warning: {plan.verdict}"])
+    _say(out, sweep_before(config))
     command = ["-m", "zeroexp.run.worker", str(start.directory.path)]
     if start.resume_from is not None:
         command.append(str(start.resume_from))
@@ -169,10 +171,15 @@ def _carry_out(start: Start, out: IO[str], interrupt: Interrupt, quiet: bool) ->
         start.threads,
         retries=config.launch.retries,
     )
+    ended_well = False
     try:
-        return run_job(job, out, interrupt, quiet=quiet)
+        verdict = run_job(job, out, interrupt, quiet=quiet)
+        ended_well = verdict.status == status.OK
+        return verdict
     except OSError as error:  # of the driver's own files; the ranks have ended
         return Verdict(status.CRASH, f"{error.strerror or error}: {error.filename or 'driver'}")
+    finally:
+        sweep_after(config, failed=not ended_well)
 
 
 def _finish(
