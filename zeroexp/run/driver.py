@@ -52,6 +52,8 @@ class Start:
     threads: int
     argv: Sequence[str]
     resume_from: Path | None
+    #: what to say about swap files of dead runs that were found
+    swept: Sequence[str] = ()
     #: collects run.json while the ranks start
     describing: threading.Thread | None = field(default=None)
 
@@ -87,6 +89,7 @@ def prepare(
         asked = composed.config.offload.nvme.dir
         key = "paths.runs" if asked is None else "offload.nvme.dir"
         check_writable(Path(str(config.offload.nvme.dir)), key)
+    swept = sweep_before(config)  # first: what it frees may be what the plan needs
     plan = forecast(config)
     if plan is not None and plan.fits_disk is False:
         _remove_rests(Path(str(config.offload.nvme.dir)))
@@ -95,7 +98,7 @@ def prepare(
     made = directory or RunDirectory.create(
         Path(config.paths.runs), config.name, tag_of(config, composed.overrides)
     )
-    start = Start(config, made, plan, threads, list(argv), resume_from)
+    start = Start(config, made, plan, threads, list(argv), resume_from, swept)
     try:
         write_text(made.config, yaml.safe_dump(config.to_dict(), sort_keys=False))
         write_text(made.origins, yaml.safe_dump(composed.origins, sort_keys=False))
@@ -141,7 +144,8 @@ def run(
     """
     out = sys.stdout if out is None else out
     if not quiet:
-        _say(out, opening_lines(start.config, start.forecast, start.directory, start.threads))
+        lines = opening_lines(start.config, start.forecast, start.directory, start.threads)
+        _say(out, [*lines, *start.swept])
     began = time.time()
     if interrupt is not None:
         verdict = _carry_out(start, out, interrupt, quiet)
@@ -160,7 +164,6 @@ def _carry_out(start: Start, out: IO[str], interrupt: Interrupt, quiet: bool) ->
             return Verdict(status.WONT_FIT, plan.verdict)
         if config.launch.guard == "warn":
             _say(out, [f"warning: {plan.verdict}"])
-    _say(out, sweep_before(config))
     command = ["-m", "zeroexp.run.worker", str(start.directory.path)]
     if start.resume_from is not None:
         command.append(str(start.resume_from))

@@ -26,7 +26,6 @@ from zeroexp.run.failure import Verdict, headline, port_taken
 from zeroexp.run.rank import Rank, log_to
 from zeroexp.run.rendezvous import check_address, deadline, unreached
 from zeroexp.run.summary import closing_lines, opening_lines
-from zeroexp.run.swap import sweep_before
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -65,7 +64,7 @@ def run_external(composed: Composed, argv: Sequence[str], *, quiet: bool = False
     began = time.time()
     if start is not None and not quiet:
         lines = opening_lines(start.config, start.forecast, directory, start.threads)
-        print(*lines, *sweep_before(start.config), sep="\n", flush=True)
+        print(*lines, *start.swept, sep="\n", flush=True)
     with _log(here, quiet), _reported(here, world):
         train(here, checkpoint, environment)
         # Every rank's figures are on disk before rank 0 puts them together.

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from zeroexp import scratch
 from zeroexp.config import Config
-from zeroexp.placement import Tier
 from zeroexp.run.record import human_bytes
 
 #: Seconds in which the kernel takes the locks of killed ranks away.
@@ -19,9 +18,8 @@ _POLL_SECONDS = 0.05
 
 def swap_folder(config: Config) -> Path | None:
     """Where a run of ``config`` (resolved) has its swap files; None for a run without."""
-    offload = config.offload
-    uses = Tier.NVME in (Tier(offload.optim), Tier(offload.params))
-    return Path(offload.nvme.dir) if uses and offload.nvme.dir is not None else None
+    folder = config.offload.nvme.dir
+    return Path(folder) if config.offload.uses_files and folder is not None else None
 
 
 def sweep_before(config: Config) -> list[str]:

@@ -11,7 +11,7 @@ from zeroexp.config import Config
 from zeroexp.ledger import Ledger
 from zeroexp.placement import Tier
 from zeroexp.tiers import FileEngine, Ring, ScratchFolder, SwapFile, Traffic
-from zeroexp.zero.home import DiskHome, Home, MemoryHome
+from zeroexp.zero.home import DiskHome, Home, MemoryHome, Outgoing
 
 
 class Birthplace:
@@ -21,7 +21,7 @@ class Birthplace:
 
     def __init__(self, config: Config, rank: int) -> None:
         self._folder: ScratchFolder | None = None
-        if Tier(config.offload.params) is not Tier.NVME:
+        if Tier(config.offload.params_tier) is not Tier.NVME:
             return
         nvme = config.offload.nvme
         assert nvme.dir is not None
@@ -36,6 +36,7 @@ class Birthplace:
         self._ring = Ring(1, 4096)  # no record is opened: all come to memory of the pool
         self._traffic = Traffic()
         self._pool = BufferPool(torch.device("cpu"), Ledger(), "visitors from disk", Tier.CPU)
+        self._outgoing = Outgoing()
         self._files: dict[Home, SwapFile] = {}
         self._num_files = 0
 
@@ -53,7 +54,7 @@ class Birthplace:
             self._traffic,
             checksum=self._checksum,
         )
-        home = DiskHome(file, 0, numel, dtype, self._pool)
+        home = DiskHome(file, 0, numel, dtype, self._pool, self._outgoing)
         self._files[home] = file
         return home
 
