@@ -4,6 +4,7 @@ own.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from processes import Command, StubRun
+from processes import Command, StubRun, wait_until
+
+from zeroexp.run import procfs
 
 
 @pytest.fixture
@@ -43,3 +46,30 @@ def train(tmp_path: Path) -> Iterator[Command]:
     command = Command(tmp_path)
     yield command
     command.end()
+
+
+@pytest.fixture
+def limited() -> Iterator[Callable[[int], Path]]:
+    """Makes a control group whose processes may use so many bytes of memory together."""
+    made: list[Path] = []
+
+    def make(num_bytes: int) -> Path:
+        group = next(iter(procfs.memory_groups()), None)
+        if group is None or not os.access(group, os.W_OK):
+            pytest.skip("control groups cannot be made here")
+        path = group / f"zeroexp-test-{os.getpid()}-{len(made)}"
+        try:
+            path.mkdir()
+            made.append(path)
+            v2 = (path / "memory.max").exists()
+            (path / ("memory.max" if v2 else "memory.limit_in_bytes")).write_text(str(num_bytes))
+        except OSError as error:
+            pytest.skip(f"control groups cannot be made here: {error}")
+        return path
+
+    yield make
+    for path in made:
+        wait_until(
+            lambda path=path: not (path / "cgroup.procs").read_text(), 20, "empty control group"
+        )
+        path.rmdir()

@@ -201,7 +201,9 @@ def _disk_lines(result: Mapping[str, Any]) -> list[str]:
         text = f"rank {rank}: {rate:.2f} GB/s while swap files moved"
         alone = next((o["alone_gb_per_s"] for o in by_rank.values() if o["alone_gb_per_s"]), None)
         if alone is not None:
-            text += f"; alone there: {alone['read']:.2f} GB/s reading, {alone['written']:.2f} writing"
+            text += (
+                f"; alone there: {alone['read']:.2f} GB/s reading, {alone['written']:.2f} writing"
+            )
         lines.append(text)
     if io["waited_s_per_step"] is not None:
         share = f" ({io['waited_fraction']:.0%} of it)" if io["waited_fraction"] else ""
