@@ -91,9 +91,6 @@ def prepare(
         check_writable(Path(str(config.offload.nvme.dir)), key)
     swept = sweep_before(config)  # first: what it frees may be what the plan needs
     plan = forecast(config)
-    if plan is not None and plan.fits_disk is False:
-        _remove_rests(Path(str(config.offload.nvme.dir)))
-        plan = forecast(config)
     threads = threads_per_rank(config.launch.threads_per_rank, config.trainer.devices, os.environ)
     made = directory or RunDirectory.create(
         Path(config.paths.runs), config.name, tag_of(config, composed.overrides)
@@ -112,14 +109,6 @@ def prepare(
     start.describing = threading.Thread(target=_describe, args=(start,), daemon=True)
     start.describing.start()
     return start
-
-
-def _remove_rests(swap: Path) -> None:
-    """Give up what dead runs left in the folder of swap files: it counts as taken until then."""
-    # Imports torch, which no other start needs to wait for.
-    from zeroexp.tiers import ScratchFolder
-
-    ScratchFolder(swap, "start").close()
 
 
 def _describe(start: Start) -> None:
