@@ -5,6 +5,8 @@ own.
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,3 +75,22 @@ def limited() -> Iterator[Callable[[int], Path]]:
             lambda path=path: not (path / "cgroup.procs").read_text(), 20, "empty control group"
         )
         path.rmdir()
+
+
+@pytest.fixture
+def disk_of(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Mounts a file system of so many bytes."""
+    made: list[Path] = []
+
+    def make(num_bytes: int) -> Path:
+        place = tmp_path / f"disk{len(made)}"
+        place.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "none", str(place)]
+        if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+            pytest.skip("mounting a tmpfs is not permitted here")
+        made.append(place)
+        return place
+
+    yield make
+    for place in made:
+        subprocess.run(["umount", "-l", str(place)], check=True)

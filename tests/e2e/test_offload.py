@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import TINY, Command, wait_for_rows, wait_until
+from processes import HERE, TINY, Command, wait_for_rows, wait_until
 
 from zeroexp.run import procfs
 
@@ -34,8 +35,10 @@ def swap_files(train: Command) -> list[Path]:
 
 
 def test_everything_on_disk_in_two_processes(train: Command) -> None:
-    words = ["offload=nvme_params", "trainer.devices=2", "logger.kinds=[tensorboard]"]
-    done = train(*TINY, "zero=stage3", *words)
+    """And what comes of the second half of it when it is resumed (NV-08)."""
+    words = [*TINY, "zero=stage3", "offload=nvme_params", "trainer.devices=2", "checkpoint=full"]
+    words += ["checkpoint.every=2", "checkpoint.keep=2", "logger.kinds=[tensorboard]"]
+    done = train(*words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     assert swap_files(train) == []
@@ -57,7 +60,7 @@ def test_everything_on_disk_in_two_processes(train: Command) -> None:
         for way in ("read", "written"):  # transfers are whole blocks of 4096 bytes
             assert 0 <= files[way] - planned[way] < 40 * 4096
         io = result["io"][rank]
-        assert io["steps"] == 3  # one of warm-up
+        assert io["steps"] == 2  # one of warm-up, and one with a checkpoint before it
         assert io["written_total"] >= sum(on_disk[:1] + on_disk[2:]) + 4 * planned["written"]
         assert io["read_total"] >= 4 * planned["read"]
         assert io["gb_per_s"] > 0 and 0 <= io["waited_fraction"] <= 1
@@ -77,6 +80,15 @@ def test_everything_on_disk_in_two_processes(train: Command) -> None:
     for name in ("io_bytes/read", "io_bytes/written", "predicted_io_bytes/read"):
         assert curves.Scalars(name)[-1].value > 0
     assert {"speed/io_gb_per_s", "speed/io_waited_s"} <= set(curves.Tags()["scalars"])
+
+    first_half = run / "checkpoints" / "step-00000002.ckpt"
+    again = train(*words, f"checkpoint.resume={first_half}", "name=again")
+    assert again.returncode == 0, again.stdout + again.stderr
+    (path,) = train.runs("runs/again/*/result.json")
+    resumed = read(path)
+    assert resumed["loss_last"] == result["loss_last"]
+    assert resumed["val_loss"] == result["val_loss"]
+    assert swap_files(train) == []
 
 
 def test_a_sweep_over_the_kinds_of_offload(train: Command) -> None:
@@ -132,6 +144,39 @@ def test_the_next_start_removes_what_a_killed_run_left_and_ctrl_c_leaves_nothing
     out, err = process.communicate(timeout=100)
     assert process.returncode == 130, out + err
     assert out.count("removed 2 folders of swap files") == 1
+    assert swap_files(train) == []
+
+
+def test_a_disk_that_is_too_small_is_said_before_the_first_step(
+    train: Command, disk_of: Callable[[int], Path]
+) -> None:
+    """NV-01."""
+    disk = disk_of(300 << 10)  # 20 bytes per parameter are 520 KiB
+    words = [*TINY, "zero=stage3", "offload=nvme_params", f"offload.nvme.dir={disk}"]
+    refused = train(*words, "tag=refused")
+    (path,) = train.runs("runs/train/*refused/status.json")
+    assert refused.returncode == 1 and read(path)["status"] == "wont_fit"
+    assert "Swap files take" in refused.stdout and "300.00 KiB are free" in refused.stdout
+    done = train(*words, "tag=tried", "launch.guard=off")
+    (path,) = train.runs("runs/train/*tried/status.json")
+    status = read(path)
+    assert done.returncode == 1 and (status["status"], status["failed_rank"]) == ("crash", 0)
+    assert "No space left on device" in status["reason"] and str(disk) in status["reason"]
+    assert list(disk.iterdir()) == []
+
+
+def test_a_model_that_was_built_whole_moves_to_the_disk(train: Command) -> None:
+    """NV-04: a LightningModule that makes its layers in __init__."""
+    shutil.copy(HERE / "faulty.py", train.where)
+    tiny = [word for word in TINY if not word.startswith(("model.", "trainer.val"))]
+    words = ["model=external", "model.target=faulty:Faulty", "zero=stage3", "offload=nvme_params"]
+    done = train(*tiny, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = train.runs("runs/train/*/result.json")
+    result = read(path)
+    # embedding and head of 64 tokens, 16 wide, and the head's bias: 20 bytes each
+    assert sum(kind["nvme"] for kind in result["state_bytes"]["0"].values()) >= 20 * 2112
+    assert result["loss_last"] is not None and result["io_bytes_per_step"]["0"]["read"] > 0
     assert swap_files(train) == []
 
 
