@@ -413,6 +413,8 @@ class Engine:
         if applied and self.scheduler is not None:
             self.scheduler.step()
         self.ledger.mark_step()
+        if self.disk is not None:
+            self.disk.traffic.mark_step()
         return applied
 
     def zero_grad(self, optimizer: Optimizer | None = None) -> None:

@@ -45,6 +45,13 @@ def wait_for_rows(run: Path, count: int, seconds: float = 150) -> None:
     )
 
 
+def in_group(command: list[str], group: Path | None) -> list[str]:
+    """``command``, in a control group that is joined before anything is started."""
+    if group is None:
+        return command
+    return ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *command]
+
+
 class StubRun:
     """A driver with stub ranks in a process of its own."""
 
@@ -59,11 +66,8 @@ class StubRun:
     ) -> None:
         self.directory = directory
         command = [sys.executable, str(HERE / "stub_driver.py"), str(directory), str(ranks)]
-        if within is not None:  # a control group, joined before anything is started
-            join = f"echo $$ > {within}/cgroup.procs && exec "
-            command = ["sh", "-c", join + '"$@"', "sh", *command]
         self.process = subprocess.Popen(
-            [*command, str(retries), *stub],
+            in_group([*command, str(retries), *stub], within),
             env=environment(**env),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -137,9 +141,9 @@ class Command:
         self.where = where
         self._started: list[subprocess.Popen[str]] = []
 
-    def start(self, *words: str, **env: str) -> subprocess.Popen[str]:
+    def start(self, *words: str, within: Path | None = None, **env: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, str(CHECKOUT / "train.py"), *words],
+            in_group([sys.executable, str(CHECKOUT / "train.py"), *words], within),
             cwd=self.where,
             env=environment(**env),
             stdout=subprocess.PIPE,
@@ -150,9 +154,9 @@ class Command:
         return process
 
     def __call__(
-        self, *words: str, seconds: float = 250, **env: str
+        self, *words: str, seconds: float = 250, within: Path | None = None, **env: str
     ) -> subprocess.CompletedProcess[str]:
-        process = self.start(*words, **env)
+        process = self.start(*words, within=within, **env)
         try:
             out, err = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:

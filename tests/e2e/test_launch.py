@@ -9,7 +9,7 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,26 +59,8 @@ def test_a_killed_rank_ends_the_run_and_is_named(stub: Start, victim: int) -> No
     assert run.left_over() == []
 
 
-@pytest.fixture
-def small_memory() -> Iterator[Path]:
-    """A control group with 700 MiB: two ranks fit, one that eats does not."""
-    group = next(iter(procfs.memory_groups()), None)
-    if group is None or not os.access(group, os.W_OK):
-        pytest.skip("control groups cannot be made here")
-    made = group / f"zeroexp-test-{os.getpid()}"
-    try:
-        made.mkdir()
-        v2 = (made / "memory.max").exists()
-        (made / ("memory.max" if v2 else "memory.limit_in_bytes")).write_text(str(700 << 20))
-    except OSError as error:
-        pytest.skip(f"control groups cannot be made here: {error}")
-    yield made
-    wait_until(lambda: not (made / "cgroup.procs").read_text(), 20, "empty control group")
-    made.rmdir()
-
-
-def test_a_rank_killed_for_memory_is_oom(stub: Start, small_memory: Path) -> None:
-    run = stub("eat", "1", within=small_memory)
+def test_a_rank_killed_for_memory_is_oom(stub: Start, limited: Callable[[int], Path]) -> None:
+    run = stub("eat", "1", within=limited(700 << 20))  # two ranks fit, one that eats does not
     said = run.verdict(150)
     assert (said["status"], said["failed_rank"]) == ("oom", 1), said
     assert run.left_over() == []

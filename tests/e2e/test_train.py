@@ -7,8 +7,7 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -179,19 +178,10 @@ def test_the_first_error_leads(train: Command) -> None:
     assert [line for line in lines if "validation" in line] == [f"{off} has no effect"]
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 600 KiB."""
-    place = tmp_path / "small"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "none", str(place)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs is not permitted here")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def test_a_full_disk_is_the_reason_wherever_it_is_written(train: Command, small_disk: Path) -> None:
+def test_a_full_disk_is_the_reason_wherever_it_is_written(
+    train: Command, disk_of: Callable[[int], Path]
+) -> None:
+    small_disk = disk_of(600 << 10)
     # 105 KiB of weights, three times in a checkpoint: the second one finds no room
     words = ["checkpoint=full", "checkpoint.every=1", "checkpoint.keep=9", "measure.log_every=1"]
     done = train(*TINY, *words, f"paths.runs={small_disk}", "trainer.devices=2")

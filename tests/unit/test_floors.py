@@ -27,6 +27,7 @@ FLOORS = {
     "zeroexp.folder": 0,
     "zeroexp.placement": 0,
     "zeroexp.pipeline": 0,  # schedules are data; what runs them is below
+    "zeroexp.scratch": 0,
     "zeroexp.comm": 1,
     "zeroexp.tiers": 1,
     "zeroexp.precision": 1,

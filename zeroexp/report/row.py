@@ -45,6 +45,17 @@ class Row:
     predicted_state_bytes: int | None = None
     #: sent in one step, all collectives but the control traffic
     comm_bytes_per_step: int | None = None
+    #: state of the rank that holds most, by tier
+    state_on_device_bytes: int | None = None
+    state_on_cpu_bytes: int | None = None
+    state_on_nvme_bytes: int | None = None
+    #: of swap files, in one step
+    io_read_bytes_per_step: int | None = None
+    io_written_bytes_per_step: int | None = None
+    #: of the rank whose steps waited longest for swap files
+    io_waited_s_per_step: float | None = None
+    #: over all ranks, 10^12 bytes
+    written_tb_per_day: float | None = None
     config_digest: str = field(default="")
 
 
@@ -61,6 +72,8 @@ def row_of(directory: RunDirectory, index: int, differences: Mapping[str, str]) 
     device_peaks = _numbers(result.get("peak_device_bytes"))
     sent = [_sent(by_op) for by_op in (result.get("comm_bytes_per_step") or {}).values() if by_op]
     times = result.get("step_time_s") or {}
+    files = [moved for moved in (result.get("io_bytes_per_step") or {}).values() if moved]
+    waited = [io["waited_s_per_step"] for io in (result.get("io") or {}).values() if io]
     return Row(
         index=index,
         differences=dict(differences),
@@ -87,6 +100,13 @@ def row_of(directory: RunDirectory, index: int, differences: Mapping[str, str]) 
         state_bytes=_total(state),
         predicted_state_bytes=_total(predicted),
         comm_bytes_per_step=max(sent, default=None),
+        state_on_device_bytes=_on_tier(state, "device"),
+        state_on_cpu_bytes=_on_tier(state, "cpu"),
+        state_on_nvme_bytes=_on_tier(state, "nvme"),
+        io_read_bytes_per_step=max((moved["read"] for moved in files), default=None),
+        io_written_bytes_per_step=max((moved["written"] for moved in files), default=None),
+        io_waited_s_per_step=max((s for s in waited if s is not None), default=None),
+        written_tb_per_day=(result.get("io_all_ranks") or {}).get("written_tb_per_day"),
         config_digest=str(result.get("config_digest") or ""),
     )
 
@@ -103,6 +123,10 @@ def _largest(by_rank: Any) -> Mapping[str, Mapping[str, int]] | None:
 
 def _kind(state: Mapping[str, Mapping[str, int]] | None, kind: str) -> int | None:
     return None if state is None else sum(state.get(kind, {}).values())
+
+
+def _on_tier(state: Mapping[str, Mapping[str, int]] | None, tier: str) -> int | None:
+    return None if state is None else sum(tiers.get(tier, 0) for tiers in state.values())
 
 
 def _total(state: Mapping[str, Mapping[str, int]] | None) -> int | None:

@@ -38,10 +38,44 @@ _FIGURES = (
     Column("sent/step", lambda row: human_bytes(row.comm_bytes_per_step)),
 )
 
+# Only where a run has state off its device.
+_TIERS = (
+    Column("on device", lambda row: human_bytes(row.state_on_device_bytes)),
+    Column("on cpu", lambda row: human_bytes(row.state_on_cpu_bytes)),
+    Column("on nvme", lambda row: human_bytes(row.state_on_nvme_bytes)),
+)
+# Only where a run has swap files.
+_FILES = (
+    Column("read/step", lambda row: human_bytes(row.io_read_bytes_per_step)),
+    Column("written/step", lambda row: human_bytes(row.io_written_bytes_per_step)),
+    Column("waited (s)", lambda row: _number(row.io_waited_s_per_step, ".4f")),
+    Column("TB/day", lambda row: _number(row.written_tb_per_day, ".3g")),
+)
+
 LEGEND = (
     "loss: last step, mean over ranks | tokens/s: all ranks | step: median | both after warm-up\n"
     "memory, state, sent: of the rank with most; state = params + grads + optim, padding included"
 )
+_TIERS_LEGEND = "on device, on cpu, on nvme: the parts of state on each tier"
+_FILES_LEGEND = (
+    "read, written: of swap files, rank with most | waited: for them, mean of a step, rank that "
+    "waited longest | TB/day: 10^12 bytes written at this rate, all ranks"
+)
+
+
+def _uses_tiers(rows: Sequence[Row]) -> bool:
+    return any(row.state_on_cpu_bytes or row.state_on_nvme_bytes for row in rows)
+
+
+def _uses_files(rows: Sequence[Row]) -> bool:
+    return any(row.io_read_bytes_per_step or row.io_written_bytes_per_step for row in rows)
+
+
+def _legend(rows: Sequence[Row]) -> list[str]:
+    """What the figures count, a paragraph in lines."""
+    lines = [LEGEND]
+    lines += [_TIERS_LEGEND] if _uses_tiers(rows) else []
+    return lines + ([_FILES_LEGEND] if _uses_files(rows) else [])
 
 
 def columns_for(rows: Sequence[Row]) -> list[Column]:
@@ -51,7 +85,12 @@ def columns_for(rows: Sequence[Row]) -> list[Column]:
         Column(key, lambda row, key=key: row.differences.get(key, ""), right=False)  # type: ignore[misc]
         for key in keys
     ]
-    return [Column("run", lambda row: str(row.index)), *differences, *_FIGURES]
+    return [Column("run", lambda row: str(row.index)), *differences, *_figures(rows)]
+
+
+def _figures(rows: Sequence[Row]) -> list[Column]:
+    tiers = _TIERS if _uses_tiers(rows) else ()
+    return [*_FIGURES, *tiers, *(_FILES if _uses_files(rows) else ())]
 
 
 def text_table(rows: Sequence[Row]) -> str:
@@ -72,7 +111,7 @@ def text_table(rows: Sequence[Row]) -> str:
 
     head = aligned([column.heading for column in columns])
     rule = "-" * len(head)
-    return "\n".join([head, rule, *map(aligned, cells), LEGEND, *_reasons(rows)])
+    return "\n".join([head, rule, *map(aligned, cells), *_legend(rows), *_reasons(rows)])
 
 
 def markdown_table(rows: Sequence[Row]) -> str:
@@ -88,7 +127,7 @@ def markdown_table(rows: Sequence[Row]) -> str:
     reasons = _reasons(rows)
     if reasons:
         reasons = ["", *(f"* {reason}" for reason in reasons)]
-    return "\n".join([*lines, "", LEGEND, *reasons])
+    return "\n".join([*lines, "", *_legend(rows), *reasons])
 
 
 def _reasons(rows: Sequence[Row]) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from zeroexp.config.sections.offload import NvmeConfig
 from zeroexp.errors import FileError
 from zeroexp.ops import HostRange
 from zeroexp.tiers import EngineStatus, FileEngine
@@ -23,6 +24,8 @@ QUEUE_DEPTHS = (1, 4, 16)
 # Bytes of one timed pass. Every setting writes one, and the first one another: 240 MiB together.
 PASS_BYTES = 24 * MIB
 READS = 3
+# Of the one setting of a run: more than its blocks on the way at once.
+RATE_BYTES = 64 * MIB
 SECONDS = 10.0
 
 # File systems that are memory: what they say about rates says nothing about a disk.
@@ -111,12 +114,34 @@ def probe(directory: Path, *, seconds: float = SECONDS) -> DiskProbe:
     return DiskProbe(directory, kind, free, engine=status, direct=direct, rates=rates)
 
 
+def rate_of(nvme: NvmeConfig) -> DiskRate | None:
+    """What the engine of ``nvme`` (resolved) reaches in its directory while nothing else is done:
+    at most 320 MiB to and from a file without a name. None where that cannot be measured."""
+    assert nvme.dir is not None
+    block_size, depth = nvme.block_size, nvme.queue_depth
+    try:
+        buffer = HostRange(RATE_BYTES).tensor(torch.uint8).fill_(1)
+        with (
+            FileEngine(
+                nvme.engine, block_size=block_size, queue_depth=depth, threads=nvme.threads
+            ) as engine,
+            _nameless(engine, Path(nvme.dir), RATE_BYTES) as path,
+            engine.open(path, writable=True) as file,
+        ):
+            file.write(buffer)  # the first write into new blocks is slower than any other
+            write = _seconds(lambda: file.write(buffer))
+            read = min(_seconds(lambda: file.read(buffer)) for _ in range(READS))
+    except (FileError, OSError, RuntimeError):  # of a figure a run must not fail
+        return None
+    return DiskRate(block_size, depth, RATE_BYTES / read, RATE_BYTES / write)
+
+
 @contextlib.contextmanager
-def _nameless(engine: FileEngine, directory: Path) -> Iterator[Path]:
-    """A path to open a new file of PASS_BYTES by, as long as this lasts."""
+def _nameless(engine: FileEngine, directory: Path, num_bytes: int = PASS_BYTES) -> Iterator[Path]:
+    """A path to open a new file of ``num_bytes`` by, as long as this lasts."""
     name = directory / f".zeroexp-doctor-{os.getpid()}"
     try:
-        engine.create(name, PASS_BYTES).close()
+        engine.create(name, num_bytes).close()
         descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC)
     finally:
         name.unlink(missing_ok=True)

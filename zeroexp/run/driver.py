@@ -28,6 +28,7 @@ from zeroexp.run.failure import Verdict
 from zeroexp.run.forecast import Forecast, forecast
 from zeroexp.run.launch import Interrupt, Job, interrupted, run_job
 from zeroexp.run.summary import closing_lines, opening_lines
+from zeroexp.run.swap import sweep_after, sweep_before
 from zeroexp.run.tag import tag_of
 
 
@@ -51,6 +52,8 @@ class Start:
     threads: int
     argv: Sequence[str]
     resume_from: Path | None
+    #: what to say about swap files of dead runs that were found
+    swept: Sequence[str] = ()
     #: collects run.json while the ranks start
     describing: threading.Thread | None = field(default=None)
 
@@ -86,15 +89,13 @@ def prepare(
         asked = composed.config.offload.nvme.dir
         key = "paths.runs" if asked is None else "offload.nvme.dir"
         check_writable(Path(str(config.offload.nvme.dir)), key)
+    swept = sweep_before(config)  # first: what it frees may be what the plan needs
     plan = forecast(config)
-    if plan is not None and plan.fits_disk is False:
-        _remove_rests(Path(str(config.offload.nvme.dir)))
-        plan = forecast(config)
     threads = threads_per_rank(config.launch.threads_per_rank, config.trainer.devices, os.environ)
     made = directory or RunDirectory.create(
         Path(config.paths.runs), config.name, tag_of(config, composed.overrides)
     )
-    start = Start(config, made, plan, threads, list(argv), resume_from)
+    start = Start(config, made, plan, threads, list(argv), resume_from, swept)
     try:
         write_text(made.config, yaml.safe_dump(config.to_dict(), sort_keys=False))
         write_text(made.origins, yaml.safe_dump(composed.origins, sort_keys=False))
@@ -108,14 +109,6 @@ def prepare(
     start.describing = threading.Thread(target=_describe, args=(start,), daemon=True)
     start.describing.start()
     return start
-
-
-def _remove_rests(swap: Path) -> None:
-    """Give up what dead runs left in the folder of swap files: it counts as taken until then."""
-    # Imports torch, which no other start needs to wait for.
-    from zeroexp.tiers import ScratchFolder
-
-    ScratchFolder(swap, "start").close()
 
 
 def _describe(start: Start) -> None:
@@ -140,7 +133,8 @@ def run(
     """
     out = sys.stdout if out is None else out
     if not quiet:
-        _say(out, opening_lines(start.config, start.forecast, start.directory, start.threads))
+        lines = opening_lines(start.config, start.forecast, start.directory, start.threads)
+        _say(out, [*lines, *start.swept])
     began = time.time()
     if interrupt is not None:
         verdict = _carry_out(start, out, interrupt, quiet)
@@ -169,10 +163,15 @@ def _carry_out(start: Start, out: IO[str], interrupt: Interrupt, quiet: bool) ->
         start.threads,
         retries=config.launch.retries,
     )
+    ended_well = False
     try:
-        return run_job(job, out, interrupt, quiet=quiet)
+        verdict = run_job(job, out, interrupt, quiet=quiet)
+        ended_well = verdict.status == status.OK
+        return verdict
     except OSError as error:  # of the driver's own files; the ranks have ended
         return Verdict(status.CRASH, f"{error.strerror or error}: {error.filename or 'driver'}")
+    finally:
+        sweep_after(config, failed=not ended_well)
 
 
 def _finish(

@@ -63,11 +63,8 @@ def run_external(composed: Composed, argv: Sequence[str], *, quiet: bool = False
     here = Rank(directory, rank, environment.local_rank(), world)
     began = time.time()
     if start is not None and not quiet:
-        print(
-            *opening_lines(start.config, start.forecast, directory, start.threads),
-            sep="\n",
-            flush=True,
-        )
+        lines = opening_lines(start.config, start.forecast, directory, start.threads)
+        print(*lines, *start.swept, sep="\n", flush=True)
     with _log(here, quiet), _reported(here, world):
         train(here, checkpoint, environment)
         # Every rank's figures are on disk before rank 0 puts them together.

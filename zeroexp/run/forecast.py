@@ -23,9 +23,8 @@ class Forecast:
 
     ``needed_bytes`` is the predicted state in memory of all ranks of one node (activations, buffers
     and the interpreter come on top), ``memory_bytes`` what this machine has for them; None where
-    that is unknown. ``disk_bytes`` is what these ranks keep in swap files below ``swap``,
-    ``disk_free_bytes``
-    what is free there. ``offloaded`` is the part of the optimizer state that leaves
+    that is unknown. ``disk_bytes`` is the most that these ranks have in swap files below ``swap``
+    at once, ``disk_free_bytes`` what is free there. ``offloaded`` is the part of the optimizer state that leaves
     the device.
     """
 
@@ -110,6 +109,8 @@ def forecast(config: Config) -> Forecast | None:
         kinds = [kind for state in states for kind in state.values()]
         return sum(kind.get(tier, 0) for kind in kinds for tier in tiers)
 
+    # The engine makes all of its files before the first one of a model that was born on disk goes.
+    twice = sum(state["params"]["nvme"] for state in states) if config.zero.stage == 3 else 0
     swap = config.offload.nvme.dir if config.offload.uses_files else None
     return Forecast(
         predicted=prediction.to_dict(),
@@ -117,7 +118,7 @@ def forecast(config: Config) -> Forecast | None:
         needed_bytes=held("device", "cpu") if on_cpu else held("cpu"),
         # Of a GPU nothing is known without its runtime, which the driver does not load.
         memory_bytes=total_memory_bytes() if on_cpu else None,
-        disk_bytes=held("nvme"),
+        disk_bytes=held("nvme") + twice,
         disk_free_bytes=None if swap is None else free_bytes(Path(swap)),
         swap=swap,
         offloaded=prediction.offloaded,

@@ -51,6 +51,8 @@ class StepClock:
         self._since: float | None = None  # start of the step that is under way
         self._paused_at: float | None = None
         self._left_out = 0.0
+        #: whether the last step had no pause in it
+        self.undisturbed = True
 
     @property
     def steps(self) -> int:
@@ -96,6 +98,7 @@ class StepClock:
         seconds = now - self._since - self._left_out
         self._seconds.append(seconds)
         self._tokens.append(tokens)
+        self.undisturbed = self._left_out == 0.0
         self._since, self._left_out = now, 0.0
         return seconds
 

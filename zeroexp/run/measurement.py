@@ -20,6 +20,8 @@ from torch import Tensor
 from zeroexp.config import Config
 from zeroexp.run.atomic import read_json
 from zeroexp.run.directory import RunDirectory
+from zeroexp.run.disk import rate_of
+from zeroexp.run.disk_use import DiskUse, gb_per_s
 from zeroexp.run.measure import PeakFlops, StepClock, mfu
 from zeroexp.run.procfs import peak_rss_bytes
 from zeroexp.run.record import (
@@ -71,13 +73,16 @@ class Measurement(Callback):
         self._mean_loss: Tensor | None = None  # of the last step, on this rank
         self._printed_at = 0
         self._control_bytes = 0
-        self._evaluated = False  # since the last step
+        self._disk_use = DiskUse(config.measure.warmup_steps)
+        self._disk_alone: dict[str, float] | None = None
         self._highest_rss = 0
         plan = read_json(directory.plan) or {}
         # The planner's figures for this rank, to be drawn beside what happens.
         self._predicted = {
             "state_bytes": plan.get("state_bytes", {}).get(str(rank)),
             "sent_bytes": plan.get("comm_bytes_per_step", {}).get(str(rank)),
+            "transfer_bytes": plan.get("transfer_bytes_per_step", {}).get(str(rank)),
+            "io_bytes": plan.get("io_bytes_per_step", {}).get(str(rank)),
         }
 
     # ------------------------------------------------------------------ hooks
@@ -114,7 +119,6 @@ class Measurement(Callback):
         self.clock.pause()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._evaluated = True
         value = trainer.callback_metrics.get("val_loss")
         if value is not None:
             self.figures.val_loss = float(value)
@@ -130,6 +134,9 @@ class Measurement(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._mean_loss is not None:
             self.figures.loss_last = self._over_ranks(trainer, self._mean_loss)
+        if self._engine(trainer).disk is not None:
+            self._take_peaks(trainer)  # first: the probe has a buffer of its own
+            self._probe_disk(trainer)
         self._finish(trainer)
 
     def on_exception(
@@ -151,7 +158,7 @@ class Measurement(Callback):
         self._losses.clear()
         self._tokens = 0
         last = self._step == trainer.max_steps
-        self._take_traffic(trainer)
+        self._take_traffic(trainer, seconds)
         every = self._config.measure.log_every
         show_every = self._config.trainer.log_every
         shown = first or last or self._step % show_every == 0
@@ -191,6 +198,19 @@ class Measurement(Callback):
             "peak_device_bytes": _peak_device_bytes(trainer),
             "state_bytes": self._engine(trainer).ledger.state_bytes(),
             "sent_bytes": figures.comm_bytes_per_step,
+            "transfer_bytes": figures.transfer_bytes_per_step,
+            **self._io_of_step(trainer),
+        }
+
+    def _io_of_step(self, trainer: Trainer) -> dict[str, Any]:
+        disk = self._engine(trainer).disk
+        if disk is None:
+            return {"io_bytes": None, "io_waited_s": None, "io_gb_per_s": None}
+        moved = disk.traffic.last_step
+        return {
+            "io_bytes": {"read": moved.read, "written": moved.written},
+            "io_waited_s": moved.waited,
+            "io_gb_per_s": gb_per_s(moved.read + moved.written, moved.busy),
         }
 
     def _show(self, trainer: Trainer, row: dict[str, Any]) -> None:
@@ -233,14 +253,31 @@ class Measurement(Callback):
         figures.grad_norm_after = _number(engine.grad_norm_clipped)
         figures.loss_scale = _number(engine.loss_scale)
 
-    def _take_traffic(self, trainer: Trainer) -> None:
-        """What the step sent; a step with a validation before it would count that as well."""
-        ledger = self._engine(trainer).ledger
+    def _take_traffic(self, trainer: Trainer, seconds: float) -> None:
+        """What the step sent and moved; with a validation or a checkpoint before it, it would count
+        that as well."""
+        engine, figures = self._engine(trainer), self.figures
+        ledger, disk = engine.ledger, engine.disk
         control = ledger.comm_bytes().get("control", 0)
         sent, self._control_bytes = control - self._control_bytes, control
-        if not self._evaluated or self.figures.comm_bytes_per_step is None:
-            self.figures.comm_bytes_per_step = {**ledger.comm_bytes_per_step(), "control": sent}
-        self._evaluated = False
+        if not self.clock.undisturbed and figures.comm_bytes_per_step is not None:
+            return
+        figures.comm_bytes_per_step = {**ledger.comm_bytes_per_step(), "control": sent}
+        figures.transfer_bytes_per_step = ledger.transfer_bytes_per_step()
+        figures.io_bytes_per_step = {"read": 0, "written": 0}
+        if disk is not None:
+            moved = disk.traffic.last_step
+            figures.io_bytes_per_step = {"read": moved.read, "written": moved.written}
+            self._disk_use.add(self.clock.steps, moved, seconds)
+
+    def _probe_disk(self, trainer: Trainer) -> None:
+        """What the file engine reaches with nothing beside it, for the first rank of each node."""
+        trainer.strategy.barrier("before the probe of the disk")
+        if trainer.local_rank == 0:
+            alone = rate_of(self._config.offload.nvme)
+            if alone is not None:
+                self._disk_alone = {"read": alone.read / 1e9, "written": alone.write / 1e9}
+        trainer.strategy.barrier("after the probe of the disk")
 
     def _peak_rss(self) -> int | None:
         """The highest the system ever said: its own counters lag behind and may take some back."""
@@ -249,22 +286,26 @@ class Measurement(Callback):
             self._highest_rss = max(self._highest_rss, now)
         return self._highest_rss or None
 
+    def _take_peaks(self, trainer: Trainer) -> None:
+        if self.figures.peak_rss_bytes is None:
+            self.figures.peak_rss_bytes = self._peak_rss()
+            self.figures.peak_device_bytes = _peak_device_bytes(trainer)
+
     def _finish(self, trainer: Trainer) -> None:
-        figures = self.figures
+        figures, engine = self.figures, self._engine(trainer)
         if self._step:
             self._take_engine_figures(trainer)
-            ledger = self._engine(trainer).ledger
-            figures.state_bytes = ledger.state_bytes()
-            figures.padding_bytes = ledger.padding_bytes()
-            # No state lives in files yet: nothing is read or written in a step.
-            figures.io_bytes_per_step = {"read": 0, "written": 0}
+            figures.state_bytes = engine.ledger.state_bytes()
+            figures.padding_bytes = engine.ledger.padding_bytes()
+            if engine.disk is not None:
+                total = engine.disk.traffic.total
+                figures.io = self._disk_use.figures(total, self._disk_alone)
         times = self.clock.times()
         figures.tokens_per_s = times.tokens_per_s
         figures.step_time_s = {"median": times.median, "p95": times.p95, "n": times.n}
         flops, rule, peak = self._flops
         figures.mfu = mfu(flops, rule, times.tokens_per_s, peak)
-        figures.peak_rss_bytes = self._peak_rss()
-        figures.peak_device_bytes = _peak_device_bytes(trainer)
+        self._take_peaks(trainer)
         self._file.flush()
         if self._rows is not None:
             self._rows.close()

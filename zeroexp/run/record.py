@@ -76,6 +76,8 @@ _SECTIONS = {
     "step_time_s": "speed",
     "tokens_per_s": "speed",
     "mfu": "speed",
+    "io_gb_per_s": "speed",
+    "io_waited_s": "speed",
     "peak_rss_bytes": "memory",
     "peak_device_bytes": "memory",
 }
@@ -85,7 +87,8 @@ def logged_values(row: Mapping[str, Any], predicted: Mapping[str, Any]) -> dict[
     """A row of metrics.jsonl as flat names for a logger: ``train/loss``, ``state_bytes/params``,
     ``sent_bytes/all_gather``, and the planner's figures as ``predicted_state_bytes/params``.
 
-    ``predicted`` has ``state_bytes`` and ``sent_bytes`` in the shape that the row has.
+    ``predicted`` has ``state_bytes``, ``sent_bytes``, ``transfer_bytes`` and ``io_bytes`` in the
+    shape that the row has. The last two have no curves where nothing moves.
     """
     values = {
         f"{section}/{name}": row[name]
@@ -97,6 +100,10 @@ def logged_values(row: Mapping[str, Any], predicted: Mapping[str, Any]) -> dict[
             values[f"{prefix}state_bytes/{kind}"] = sum(tiers.values())
         for op, size in (source.get("sent_bytes") or {}).items():
             values[f"{prefix}sent_bytes/{op}"] = size
+        for name in ("transfer_bytes", "io_bytes"):
+            for way, size in (source.get(name) or {}).items():
+                if size:
+                    values[f"{prefix}{name}/{way}"] = size
     return values
 
 
@@ -170,7 +177,10 @@ class RankFigures:
     rss_baseline_bytes: int | None = None
     peak_device_bytes: int | None = None
     comm_bytes_per_step: dict[str, int] | None = None
+    transfer_bytes_per_step: dict[str, int] | None = None
     io_bytes_per_step: dict[str, int] | None = None
+    #: see :class:`zeroexp.run.disk_use.DiskUse`; None without swap files
+    io: dict[str, Any] | None = None
     #: seconds since the epoch of the end of the first step: launch to first step
     first_step_at: float | None = None
 

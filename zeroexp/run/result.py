@@ -9,6 +9,7 @@ from typing import Any
 
 from zeroexp.run.atomic import read_json, write_json
 from zeroexp.run.directory import RunDirectory
+from zeroexp.run.disk_use import over_ranks
 from zeroexp.run.record import read_figures
 from zeroexp.run.status import Status
 
@@ -37,7 +38,9 @@ _OF_EACH_RANK = (
     "rss_baseline_bytes",
     "peak_device_bytes",
     "comm_bytes_per_step",
+    "transfer_bytes_per_step",
     "io_bytes_per_step",
+    "io",
 )
 _PREDICTED = (
     "state_bytes",
@@ -76,6 +79,7 @@ def assemble(
         result[key] = lead.get(key)
     for key in _OF_EACH_RANK:
         result[key] = {str(rank): figures.get(rank, {}).get(key) for rank in range(ranks)}
+    result["io_all_ranks"] = over_ranks(result["io"])
     result["predicted"] = {key: (predicted or {}).get(key) for key in _PREDICTED}
     return result
 

@@ -22,12 +22,13 @@ _KINDS = {"params": "parameters", "grads": "gradients", "optim": "optimizer"}
 
 def state_words(state: Mapping[str, Mapping[str, int]]) -> str:
     """``parameters 1.00 MiB, gradients 1.00 MiB, optimizer 2.00 MiB`` (a tier is named where it
-    is not the device).
+    is not the device, which is left out where all of a kind is elsewhere).
     """
     parts = []
     for kind, word in _KINDS.items():
-        for tier, size in state.get(kind, {}).items():
-            if size or tier == "device":
+        tiers = state.get(kind, {})
+        for tier, size in tiers.items():
+            if size or (tier == "device" and not any(tiers.values())):
                 parts.append(
                     f"{word} {human_bytes(size)}" + ("" if tier == "device" else f" on {tier}")
                 )
@@ -154,4 +155,69 @@ def _figures(result: Mapping[str, Any]) -> list[str]:
         traffic = f" | {human_bytes(total_bytes(sent))} sent per step" if sent is not None else ""
         lines.append(f"state of rank {rank}: {state_words(states[rank])}")
         lines.append(f"rank {rank}: {human_bytes(peak)} peak resident memory{traffic}")
+        lines += _transfer_lines(result, rank)
+    return [*lines, *_disk_lines(result)]
+
+
+def _transfer_lines(result: Mapping[str, Any], rank: str) -> list[str]:
+    """What crossed between the device and other tiers, for a run in which something did."""
+    moved = result["transfer_bytes_per_step"].get(rank) or {}
+    if not any(moved.values()):
+        return []
+    planned = (result["predicted"]["transfer_bytes_per_step"] or {}).get(rank)
+    return [f"rank {rank}, per step: {_two_ways(moved, planned, _BETWEEN)} to and from other tiers"]
+
+
+_BETWEEN = {"down": "down", "up": "up"}
+_FILES = {"read": "read", "written": "written"}
+
+
+def _two_ways(
+    sizes: Mapping[str, int], planned: Mapping[str, int] | None, words: Mapping[str, str]
+) -> str:
+    """``1.00 MiB down (predicted 1.00 MiB), 2.00 MiB up (…)``."""
+    parts = []
+    for key, word in words.items():
+        text = f"{human_bytes(sizes.get(key, 0))} {word}"
+        if planned is not None:
+            text += f" (predicted {human_bytes(planned.get(key, 0))})"
+        parts.append(text)
+    return ", ".join(parts)
+
+
+def _disk_lines(result: Mapping[str, Any]) -> list[str]:
+    """What the swap files of all ranks cost; the rank that speaks is the one that waited most."""
+    by_rank = {rank: io for rank, io in (result["io"] or {}).items() if io is not None}
+    if not by_rank:
+        return []
+    rank = max(by_rank, key=lambda rank: by_rank[rank]["waited_s_per_step"] or 0.0)
+    io, lines = by_rank[rank], []
+    sizes = result["io_bytes_per_step"].get(rank)
+    planned = (result["predicted"]["io_bytes_per_step"] or {}).get(rank)
+    if sizes is not None:
+        lines.append(f"rank {rank}, per step: {_two_ways(sizes, planned, _FILES)} in swap files")
+    rate = io["gb_per_s"]
+    if rate is not None:
+        text = f"rank {rank}: {rate:.2f} GB/s while swap files moved"
+        alone = next((o["alone_gb_per_s"] for o in by_rank.values() if o["alone_gb_per_s"]), None)
+        if alone is not None:
+            text += (
+                f"; alone there: {alone['read']:.2f} GB/s reading, {alone['written']:.2f} writing"
+            )
+        lines.append(text)
+    if io["waited_s_per_step"] is not None:
+        share = f" ({io['waited_fraction']:.0%} of it)" if io["waited_fraction"] else ""
+        lines.append(
+            f"rank {rank}: a step waited {io['waited_s_per_step']:.4f} s for swap files{share}, "
+            f"mean of {io['steps']} steps"
+        )
+    total = result["io_all_ranks"] or {}
+    if total.get("written_total") is not None:
+        text = (
+            f"swap files of all ranks, whole run: {human_bytes(total['read_total'])} read, "
+            f"{human_bytes(total['written_total'])} written"
+        )
+        if total["written_tb_per_day"] is not None:
+            text += f"; {total['written_tb_per_day']:.3g} TB written per day at this rate"
+        lines.append(text)
     return lines

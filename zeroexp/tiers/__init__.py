@@ -7,11 +7,11 @@ keeps records in such a file and passes them through the slots of a :class:`Ring
 
 from __future__ import annotations
 
+from zeroexp.scratch import ScratchFolder
 from zeroexp.tiers.border import Border, Crossing, border_of
 from zeroexp.tiers.file import EngineStatus, File, FileEngine, Transfer
 from zeroexp.tiers.pending import Pending
 from zeroexp.tiers.ring import Ring
-from zeroexp.tiers.scratch import ScratchFolder
 from zeroexp.tiers.swap_file import SwapFile
 from zeroexp.tiers.traffic import Moved, Traffic
 

@@ -23,6 +23,8 @@ from zeroexp.layout import ParamSpec, Segment, make_unit
 from zeroexp.ledger import Ledger
 from zeroexp.placement import STAGES
 from zeroexp.zero.access import GuardedParameters, Guards
+from zeroexp.zero.birthplace import Birthplace
+from zeroexp.zero.home import Home
 from zeroexp.zero.placeholder import Placeholders
 from zeroexp.zero.registry import register
 
@@ -31,13 +33,16 @@ class _Part:
     """The parameters of one dtype in a block: a shard, and for a while the whole."""
 
     def __init__(
-        self, segment: Segment, params: Sequence[nn.Parameter], world: World, tag: int
+        self, segment: Segment, params: Sequence[nn.Parameter], session: Session, tag: int
     ) -> None:
+        world = session.world
         self._segment, self._params, self._world, self._tag = segment, list(params), world, tag
         first = params[0]
+        self._dtype, self._device = first.dtype, first.device
         lo, hi = segment.bounds(world.gather.index)
         self._own = slice(lo, hi)
-        self._shard = flat_zeros(hi - lo, first.dtype, first.device)
+        self._birthplace = session.birthplace
+        self._home: Home | None = session.birthplace.home(hi - lo, first.dtype, first.device)
         self._placeholders = Placeholders(
             [s.spec.shape for s in segment.slots], first.dtype, first.device
         )
@@ -47,10 +52,12 @@ class _Part:
         self._keep(flat)
 
     def _whole(self) -> Tensor:
-        return flat_zeros(self._segment.size, self._shard.dtype, self._shard.device)
+        return flat_zeros(self._segment.size, self._dtype, self._device)
 
     def give_up(self) -> None:
-        self._shard = self._shard[:0].clone()
+        if self._home is not None:
+            self._birthplace.free(self._home)
+            self._home = None
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         return [flat[s.offset : s.stop].view(s.spec.shape) for s in self._segment.slots]
@@ -60,15 +67,20 @@ class _Part:
         self._world.control.broadcast(
             flat, source=0, tag=self._tag, what="initial values of a sharded block"
         ).wait()
-        self._shard.copy_(flat[self._own])
+        assert self._home is not None
+        self._home.write(flat[self._own])
         self._placeholders.show(self._params)
 
     def open(self) -> None:
         self._placeholders.check([s.spec.name for s in self._segment.slots])
-        flat = self._whole()
-        self._world.gather.all_gather(
-            flat, self._shard, tag=self._tag, what="all-gather of a block under construction"
+        assert self._home is not None
+        flat, gather = self._whole(), self._world.gather
+        gather.all_gather(
+            flat, self._home.fetch(), tag=self._tag, what="all-gather of a block under construction"
         ).wait()
+        if self._home.resident is None:  # the visitor leaves when the peers have it, too
+            gather.settle(self._tag)
+            self._home.put_back()
         for param, view in zip(self._params, self._views(flat), strict=True):
             param.data = view
 
@@ -97,7 +109,7 @@ class BornUnit:
         ]
         unit = make_unit(f"block {number}", specs, session.world.gather.size)
         self._parts = [
-            _Part(s, [named[slot.spec.name] for slot in s.slots], session.world, 1 + k)
+            _Part(s, [named[slot.spec.name] for slot in s.slots], session, 1 + k)
             for k, s in enumerate(unit.segments)
         ]
 
@@ -136,12 +148,17 @@ class BornUnit:
 class Session:
     """One ``with sharded_init`` block: shards what is finished, keeps at most one block whole."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, birthplace: Birthplace) -> None:
         self.world = world
+        self.birthplace = birthplace
         self.active = True
         self._visited: BornUnit | None = None
-        self._guards = Guards(on_remove=world.close)
+        self._guards = Guards(on_remove=self._close)
         self._num_units = 0
+
+    def _close(self) -> None:
+        self.world.close()
+        self.birthplace.close()
 
     def registered(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
         """torch's hook: ``module`` becomes a child of ``parent``."""
@@ -197,7 +214,8 @@ def sharded_init(config: Config | Mapping[str, Any] | None = None) -> Iterator[N
 
     Every rank must build the same model; rank 0's values count. An engine built on the model
     afterwards takes the shards over. Nested blocks are one. Peak memory per rank is the rank's
-    share of the model, one block, and what lies outside of repeated blocks.
+    share of the model (which is on disk with ``offload=nvme_params``), one block, and what lies
+    outside of repeated blocks.
     """
     if not isinstance(config, Config):
         config = Config.from_mapping(config or {})
@@ -208,7 +226,8 @@ def sharded_init(config: Config | Mapping[str, Any] | None = None) -> Iterator[N
     size = config.zero.shard_size if isinstance(config.zero.shard_size, int) else None
     if config.zero.shard_size == "node":
         size = config.trainer.devices
-    session = Session(World.create(Ledger(), shard_size=size, timeout=float(config.launch.timeout)))
+    world = World.create(Ledger(), shard_size=size, timeout=float(config.launch.timeout))
+    session = Session(world, Birthplace(config, world.rank))
     handle = register_module_module_registration_hook(session.registered)
     try:
         yield

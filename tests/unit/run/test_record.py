@@ -43,7 +43,10 @@ KEYS = [
     "rss_baseline_bytes",
     "peak_device_bytes",
     "comm_bytes_per_step",
+    "transfer_bytes_per_step",
     "io_bytes_per_step",
+    "io",
+    "io_all_ranks",
     "predicted",
 ]
 

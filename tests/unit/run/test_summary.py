@@ -65,6 +65,22 @@ def test_the_disk_is_asked_for_the_swap_files_of_all_ranks_of_a_node(
     assert made.needed_bytes is not None and made.needed_bytes < 9 * made.num_params
 
 
+def test_parameters_that_are_born_on_disk_are_there_twice_for_a_moment(tmp_path: Path) -> None:
+    keys = {"offload": "nvme_params", "offload.nvme.dir": str(tmp_path), "zero.reduce": "last"}
+    for stage, per_parameter in ((3, 24), (2, None)):
+        made = forecast(ASKED.updated({**keys, "zero.stage": stage}).resolved())
+        assert made is not None
+        on_disk = sum(
+            kind["nvme"]
+            for state in made.predicted["state_bytes"].values()
+            for kind in state.values()
+        )
+        if per_parameter is None:  # what every rank has whole is built whole
+            assert made.disk_bytes == on_disk
+        else:  # parameter, gradient, what is stepped and two moments; and the parameter again
+            assert made.disk_bytes == pytest.approx(per_parameter * made.num_params, rel=0.01)
+
+
 def test_a_disk_that_cannot_be_asked_is_said_to_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecasting, "free_bytes", lambda path: None)
     made = forecast(ASKED.updated({"offload": "nvme"}).resolved())
@@ -157,8 +173,7 @@ def test_words_of_state_name_other_tiers() -> None:
         "optim": {"device": 0, "nvme": 3 << 20},
     }
     assert state_words(state) == (
-        "parameters 1.00 KiB, gradients 0 B, gradients 2.00 KiB on cpu, optimizer 0 B, "
-        "optimizer 3.00 MiB on nvme"
+        "parameters 1.00 KiB, gradients 2.00 KiB on cpu, optimizer 3.00 MiB on nvme"
     )
 
 

@@ -22,12 +22,13 @@ from typing import Any
 
 import pytest
 
+from zeroexp import scratch
 from zeroexp.errors import ConfigError
-from zeroexp.tiers import ScratchFolder, scratch
+from zeroexp.scratch import ScratchFolder
 
 NAME = "zeroexp-swap-0123456789abcdef-rank0"
 SOURCE = Path(scratch.__file__)
-ROOT = SOURCE.parents[2]
+ROOT = SOURCE.parents[1]
 assert importlib.util.find_spec("zeroexp.errors") is not None
 
 START = f"""

@@ -100,6 +100,29 @@ class ScratchFolder:
         self.close()
 
 
+def sweep(parent: Path) -> tuple[tuple[Path, int], ...]:
+    """Removes what dead processes left in ``parent``, without making a folder there: path and bytes
+    of each. Where nothing can be read or removed, nothing is done."""
+    try:
+        parent_fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return ()
+    try:
+        return tuple((parent / left, size) for left, size in _sweep(parent_fd))
+    except OSError:
+        return ()
+    finally:
+        os.close(parent_fd)
+
+
+def holds_any(parent: Path) -> bool:
+    """Whether there is such a folder in ``parent``, whoever's it is."""
+    try:
+        return any(_OURS.fullmatch(name) for name in os.listdir(parent))
+    except OSError:
+        return False
+
+
 def _open_parent(parent: Path) -> int:
     with contextlib.suppress(FileExistsError):  # a file or a dead link: opening it says which
         os.makedirs(parent, 0o700, exist_ok=True)
