@@ -130,7 +130,8 @@ class OnDisk:
 class Disk:
     """The swap files of one rank. ``stepping`` says, for an optimizer group, the dtype that is
     stepped and the shapes of the parameters, how its optimizer wants its state. Raises
-    :class:`ConfigError` for a folder that cannot be used, :class:`FileError` when the disk is full."""
+    :class:`ConfigError` for a folder that cannot be used, :class:`FileError` when the disk is full.
+    """
 
     def __init__(
         self,
