@@ -480,6 +480,8 @@ class Engine:
         """Set parameters and buffers from rank 0's ``state`` (collective). Raises
         :class:`CheckpointError`."""
         self.world.open()
+        self._backward.end_failed_walk()
+        self._boundary.give_up_begun()
         self._publish_delayed()
         full.load_model_state(self.model, state, strict=strict)
 
