@@ -22,7 +22,7 @@ from zeroexp.config import Config, waits_for
 from zeroexp.errors import ModelError, OptimizerError
 from zeroexp.layout import Layout
 from zeroexp.ledger import Ledger
-from zeroexp.optim.columns import state_columns
+from zeroexp.optim.columns import ANY_SHAPE, state_columns
 from zeroexp.optim.elementwise import is_elementwise
 from zeroexp.optim.face import Collect, Face, state_left_behind
 from zeroexp.optim.groups import group_numbers
@@ -189,11 +189,14 @@ class Engine:
         if not placement.uses(Tier.NVME):
             return None
 
-        def stepping(number: int, dtype: torch.dtype) -> Stepping:
+        def stepping(
+            number: int, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]
+        ) -> Stepping:
             for optimizer in self.optimizers:
                 if number < len(optimizer.param_groups):
                     whole = not is_elementwise(optimizer)
-                    return Stepping(state_columns(optimizer, number, dtype), whole)
+                    tried = shapes if whole else (ANY_SHAPE,)
+                    return Stepping(state_columns(optimizer, number, dtype, tried), whole)
                 number -= len(optimizer.param_groups)
             raise IndexError(number)
 
@@ -479,6 +482,8 @@ class Engine:
         """Set parameters and buffers from rank 0's ``state`` (collective). Raises
         :class:`CheckpointError`."""
         self.world.open()
+        self._backward.end_failed_walk()
+        self._boundary.give_up_begun()
         self._publish_delayed()
         full.load_model_state(self.model, state, strict=strict)
 

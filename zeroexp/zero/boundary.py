@@ -260,6 +260,20 @@ class Boundary:
         self._agreements.clear()
         self._summed.clear()
 
+    def give_up_begun(self) -> None:
+        """A checkpoint replaces everything: what was begun of a step (and torn by an exception,
+        maybe) is no part of it."""
+        if self._early is None or not self._early.begun:
+            return
+        self._early.end()
+        if self._reducer.interrupted:
+            self._reducer.abandon()
+        self.forget(self._steppers)
+        self._window.restart()
+        _LOG.warning(
+            "a checkpoint is loaded over a step that had begun in backward: dropped"
+        )
+
     def forget(self, steppers: Sequence[Stepper]) -> None:
         """Drop the accumulated gradients of ``steppers``."""
         self._not_after_early("gradients were dropped")

@@ -128,9 +128,10 @@ class OnDisk:
 
 
 class Disk:
-    """The swap files of one rank. ``stepping`` says, for an optimizer group and the dtype that is
-    stepped, how its optimizer wants its state. Raises :class:`ConfigError` for a folder that cannot
-    be used, :class:`FileError` when the disk is full."""
+    """The swap files of one rank. ``stepping`` says, for an optimizer group, the dtype that is
+    stepped and the shapes of the parameters, how its optimizer wants its state. Raises
+    :class:`ConfigError` for a folder that cannot be used, :class:`FileError` when the disk is full.
+    """
 
     def __init__(
         self,
@@ -138,7 +139,7 @@ class Disk:
         ledger: Ledger,
         *,
         rank: int,
-        stepping: Callable[[int, torch.dtype], Stepping],
+        stepping: Callable[[int, torch.dtype, Sequence[tuple[int, ...]]], Stepping],
     ) -> None:
         nvme = config.offload.nvme
         assert nvme.dir is not None
@@ -200,7 +201,8 @@ class Disk:
         }
 
     def _state(self, segment: SegmentState) -> DiskState:
-        stepping = self._stepping(segment.spec.group, segment.master_dtype)
+        shapes = [slot.spec.shape for slot in segment.spec.slots]
+        stepping = self._stepping(segment.spec.group, segment.master_dtype, shapes)
         columns = (Column("master", segment.master_dtype), *stepping.columns)
         width = sum(c.dtype.itemsize for c in columns)
         step = max(_ELEMENTS, self._chunk // width // _ELEMENTS * _ELEMENTS)

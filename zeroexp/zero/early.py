@@ -63,7 +63,8 @@ class EarlyStep:
         if self._units:
             raise ModelError(
                 f"{what} between backward and step, but unit {self._units[0].label} was stepped in "
-                f"backward as soon as its gradients were complete. {OFF}"
+                f"backward as soon as its gradients were complete. {OFF} To go on here, load a "
+                "checkpoint."
             )
 
     def begin(self) -> None:
@@ -113,8 +114,9 @@ class EarlyStep:
             self._end_first()
 
     def end(self) -> None:
-        """The step is over."""
+        """The step is over, or given up: nothing of it goes into the next one."""
         self.wait()
+        self._stepper.end_ahead()
         for unit in self._units:
             unit.stepped = False
         self._units = []

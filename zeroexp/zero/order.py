@@ -36,11 +36,17 @@ class UseOrder:
         return zlib.crc32("\n".join(u.name for u in self._trace).encode())
 
     def adopt(self) -> None:
-        """Make the last trace the order; units it lacks follow in their old order. Call on all
-        ranks or none, when their digests are equal."""
-        if self._trace and self._trace != self.units[: len(self._trace)]:
-            used = {id(u) for u in self._trace}
-            self._set([*self._trace, *(u for u in self.units if id(u) not in used)])
+        """Make the last trace the order; each unit it lacks stays behind the one it followed, so
+        that a pass that only skips some changes nothing. Call on all ranks or none, when their
+        digests are equal."""
+        if not self._trace or self._trace == self.units[: len(self._trace)]:
+            return
+        used = {id(u) for u in self._trace}
+        order = list(self._trace)
+        for place, unit in enumerate(self.units):
+            if id(unit) not in used:
+                order.insert(order.index(self.units[place - 1]) + 1 if place else 0, unit)
+        self._set(order)
 
 
 def backward_order(units: Sequence[UnitState]) -> list[UnitState]:

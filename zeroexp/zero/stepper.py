@@ -199,7 +199,7 @@ class Stepper:
             ):
                 pieces.step(segment, runs, gradient, values)
         pieces.finish()
-        self._pieces, self._stepped = None, set()
+        self.end_ahead()
 
     def new_pieces(self, scale: float) -> PieceStep:
         """A step that is made in pieces."""
@@ -242,6 +242,10 @@ class Stepper:
         for segment in segments:
             pieces.announce(segment, self._runs(segment))
         return pieces.prefetch
+
+    def end_ahead(self) -> None:
+        """Forget what was stepped ahead."""
+        self._pieces, self._stepped = None, set()
 
     # -- account -----------------------------------------------------------------------------------
 
