@@ -24,8 +24,8 @@ class Forecast:
     ``needed_bytes`` is the predicted state in memory of all ranks of one node (activations, buffers
     and the interpreter come on top), ``memory_bytes`` what this machine has for them; None where
     that is unknown. ``disk_bytes`` is the most that these ranks have in swap files below ``swap``
-    at once, ``disk_free_bytes`` what is free there. ``offloaded`` is the part of the optimizer state that leaves
-    the device.
+    at once, ``disk_free_bytes`` what is free there. ``offloaded`` is the part of the optimizer
+    state that leaves the device.
     """
 
     predicted: dict[str, Any]
