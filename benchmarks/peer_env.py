@@ -2,7 +2,7 @@
 repository's files (git ignores it).
 
 torch comes first and is pinned, so that every mode runs the same torch; DeepSpeed then builds
-against it. Its extensions (CPU Adam, asynchronous I/O) are compiled on first use, by ninja from
+against it. Its extensions (CPU Adam, asynchronous I/O) are compiled by ninja from
 here; libaio, which the second needs, is optional: without it the rows that read and write by
 DeepSpeed are missing.
 """
@@ -59,6 +59,17 @@ def make() -> None:
         libaio.make(LIBAIO)
     except libaio.Missing as missing:
         print(f"missing: {missing}", flush=True)
+    # A build that was killed leaves its lock, for which every later one waits without end.
+    for lock in EXTENSIONS.glob("*/lock"):
+        lock.unlink()
+    compiling = [str(PYTHON), "-m", "benchmarks.peers.deepspeed_ops"]
+    subprocess.run(
+        compiling,
+        cwd=ROOT,
+        env={**os.environ, **variables()},
+        stderr=subprocess.DEVNULL,
+        check=False,
+    )
 
 
 def builds() -> list[str]:

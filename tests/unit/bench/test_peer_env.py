@@ -64,14 +64,20 @@ def test_what_was_unpacked_is_found_before_the_rest(
 
 
 def test_the_peers_go_on_without_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def fail(folder: Path) -> None:
         raise libaio.Missing("libaio: no network")
 
     monkeypatch.setattr(peer_env, "exists", lambda: True)
     monkeypatch.setattr(libaio, "make", fail)
+    monkeypatch.setattr(peer_env, "EXTENSIONS", tmp_path)
+    monkeypatch.setattr(peer_env, "PYTHON", Path("/bin/true"))
+    (tmp_path / "async_io").mkdir()
+    lock = tmp_path / "async_io" / "lock"
+    lock.touch()
     peer_env.make()
+    assert not lock.exists()
     assert capsys.readouterr().out == "missing: libaio: no network\n"
 
 
