@@ -168,7 +168,8 @@ Stage 3 with its state on other tiers. **to memory**: to the same system with it
 disk alone needs for these bytes in that round; as much as is both read and written goes at the
 mixed rate. **to its limit**: step time over max(step of `zx3`, disk s). **loss**: largest relative
 difference of the first three losses to those of `zx3`. The clipped row steps after backward, when
-the norm of all gradients is known; the others step unit by unit within it."""
+the norm of all gradients is known; the others step unit by unit within it. DeepSpeed steps an
+offloaded optimizer with its own CPU Adam."""
 
 
 def offload_section(file: Mapping[str, Any]) -> list[str]:
