@@ -155,7 +155,6 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
             {"offload.optim": "cpu", "zero.stage": 3, **UNCLIPPED},
         )
         for name, value in {
-            "chunk": "1MiB",
             "fraction": 0.5,
             "delayed_update": True,
             "step_in_backward": True,

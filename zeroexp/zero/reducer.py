@@ -72,6 +72,8 @@ class Reducer:
             self._advance()
 
     def _advance(self) -> None:
+        while self._flying and self._flying[0].reduction_over:
+            self._finish_first()  # what is done with can be stepped, and its buffers used again
         while self._turn < len(self._queue) and id(self._queue[self._turn]) in self._ready:
             self._launch(self._queue[self._turn])
             self._turn += 1

@@ -105,7 +105,6 @@ OFFLOAD_RULES: tuple[Rule, ...] = (
     _needs_engine("offload.nvme.queue_depth", "io_uring", "threads"),
     _needs_engine("offload.nvme.threads", "threads", "io_uring"),
     _whole_blocks("offload.chunk"),
-    _needs_optim("offload.chunk", "chunks are of optimizer state that is off the device"),
     _needs_optim("offload.fraction", "a fraction is of optimizer state that leaves the device"),
     _needs_optim(
         "offload.delayed_update", "a delayed update is one of optimizer state off the device"
