@@ -18,24 +18,22 @@ from zeroexp.checkpoint import directory, full
 from zeroexp.comm import World
 from zeroexp.comm.pool import BufferPool
 from zeroexp.comm.ranks import with_ranks
-from zeroexp.config import Config, waits_for
+from zeroexp.config import Config
 from zeroexp.errors import ModelError, OptimizerError
 from zeroexp.layout import Layout
 from zeroexp.ledger import Ledger
-from zeroexp.optim.columns import ANY_SHAPE, state_columns
-from zeroexp.optim.elementwise import is_elementwise
 from zeroexp.optim.face import Collect, Face, state_left_behind
 from zeroexp.optim.groups import group_numbers
-from zeroexp.placement import StatePlacement, Tier, place
+from zeroexp.placement import Tier, place
 from zeroexp.precision import LossScale, Policy
 from zeroexp.tiers import border_of
 from zeroexp.zero.attachment import Attachment
 from zeroexp.zero.backward import Backward
 from zeroexp.zero.boundary import Boundary
 from zeroexp.zero.buffer import SparePages
-from zeroexp.zero.delayed import DelayedStep
-from zeroexp.zero.disk import Disk, Stepping
-from zeroexp.zero.early import EarlyStep
+from zeroexp.zero.delayed import DelayedSteps
+from zeroexp.zero.disk import disk_for
+from zeroexp.zero.early import EarlyStep, early_step
 from zeroexp.zero.hooks import Hooks
 from zeroexp.zero.model import ShardedModel
 from zeroexp.zero.reducer import Reducer
@@ -94,7 +92,7 @@ class Engine:
         offload = self.config.offload
         placement = place(zero.stage, optim=Tier(offload.optim), params=Tier(offload.params))
         first_group, groups = group_numbers(module, self.optimizers)
-        self.disk = self._make_disk(placement)
+        self.disk = disk_for(self.config, placement, self.ledger, self.optimizers, self.rank)
         """Its files, where any state is on the nvme tier."""
         self._around = Surroundings(
             self.world,
@@ -146,12 +144,17 @@ class Engine:
             reduce_each=each,
             divides=divide_accumulation,
         )
-        self._delayed = {
-            id(s): DelayedStep(s, self._around) for s in self.steppers if offload.delayed_update
-        }
-        self.model.before_edit = self._publish_delayed
+        self._delayed = DelayedSteps(self.steppers if offload.delayed_update else (), self._around)
+        self.model.before_edit = self._delayed.publish
         limit = config.trainer.gradient_clip_val if clip == "config" else clip
-        self._early = self._make_early(steps_at_once if limit is None else "gradients are clipped")
+        self._early = early_step(
+            self.config,
+            self.steppers,
+            self._window,
+            self._around,
+            self.reducer.following,
+            reason=steps_at_once if limit is None else "gradients are clipped",
+        )
         self._boundary = Boundary(
             self.model,
             self.residency,
@@ -184,59 +187,6 @@ class Engine:
         """A learning-rate scheduler that :meth:`step` advances after each applied step, if set."""
 
     # -- construction ------------------------------------------------------------------------------
-
-    def _make_disk(self, placement: StatePlacement) -> Disk | None:
-        if not placement.uses(Tier.NVME):
-            return None
-
-        def stepping(
-            number: int, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]
-        ) -> Stepping:
-            for optimizer in self.optimizers:
-                if number < len(optimizer.param_groups):
-                    whole = not is_elementwise(optimizer)
-                    tried = shapes if whole else (ANY_SHAPE,)
-                    return Stepping(state_columns(optimizer, number, dtype, tried), whole)
-                number -= len(optimizer.param_groups)
-            raise IndexError(number)
-
-        return Disk(self.config, self.ledger, rank=self.rank, stepping=stepping)
-
-    def _make_early(self, reason: str | None) -> EarlyStep | None:
-        """What steps in backward, unless there is a ``reason`` not to."""
-        asked = self.config.offload.step_in_backward
-        if asked == "false" or not self.steppers:
-            return None
-        placement = self._around.placement
-        key = waits_for(self.config, clips=False)
-        reasons = {
-            "the optimizer state is on the device": placement.optim.tier is Tier.DEVICE,
-            "parameters are not sharded (stage 3)": not placement.params.sharded,
-            "there are several optimizers": len(self.steppers) > 1,
-            "replicas must sum their gradients first": self.world.replicas.size > 1,
-            f"{key} must know of all gradients first": key is not None,
-            "the update is delayed": self.config.offload.delayed_update,
-        }
-        reason = reason or next((text for text, holds in reasons.items() if holds), None)
-        if reason is None:
-            return EarlyStep(
-                self.steppers[0], self._window, self.world, self.policy, self.reducer.following
-            )
-        if asked == "true":
-            raise OptimizerError(
-                f"offload.step_in_backward=true is not possible here: {reason}. Use auto or false."
-            )
-        return None
-
-    def _publish_delayed(self) -> None:
-        """Make steps that go on beside the passes visible, before anything else changes values."""
-        for step in self._delayed.values():
-            step.publish()
-
-    def _await_delayed(self) -> None:
-        """Let steps that go on beside the passes end: what is saved has them."""
-        for step in self._delayed.values():
-            step.wait()
 
     def _reduced(self, unit: UnitState) -> None:
         if self._early is not None:
@@ -475,7 +425,7 @@ class Engine:
         """All parameters (floats in fp32) and buffers by name, on the CPU of rank 0; empty
         elsewhere (collective)."""
         self.world.open()
-        self._await_delayed()
+        self._delayed.wait()
         return full.model_state(self.model)
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
@@ -484,21 +434,21 @@ class Engine:
         self.world.open()
         self._backward.end_failed_walk()
         self._boundary.give_up_begun()
-        self._publish_delayed()
+        self._delayed.publish()
         full.load_model_state(self.model, state, strict=strict)
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state in torch's own format with whole tensors, on rank 0; empty
         elsewhere (collective)."""
         self.world.open()
-        self._await_delayed()
+        self._delayed.wait()
         return full.optimizer_state(self.model, self._chosen(optimizer)[0])
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Set the optimizer's state from rank 0's ``state`` (collective). Raises
         :class:`CheckpointError`."""
         self.world.open()
-        self._publish_delayed()
+        self._delayed.publish()
         full.load_optimizer_state(self.model, self._chosen(optimizer)[0], state)
 
     def scalar_state(self) -> dict[str, Any]:
@@ -540,10 +490,10 @@ class Engine:
             return
         self._closed = True
         if collective:
-            self._publish_delayed()
-        for beside in (self._early, *self._delayed.values()):
-            if beside is not None:
-                beside.close()
+            self._delayed.publish()
+        self._delayed.close()
+        if self._early is not None:
+            self._early.close()
         for stepper in self.steppers:
             stepper.face.retire(self._collector(stepper) if collective else _lost)
         if not collective:

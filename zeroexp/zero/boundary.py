@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from zeroexp.comm import World
 from zeroexp.errors import NonFiniteError
 from zeroexp.precision import LossScale, Policy
 from zeroexp.zero.agreement import Agreement, agree, first_nonfinite
-from zeroexp.zero.delayed import DelayedStep
+from zeroexp.zero.delayed import DelayedSteps
 from zeroexp.zero.early import EarlyStep
 from zeroexp.zero.model import ShardedModel
 from zeroexp.zero.reducer import Reducer
@@ -32,8 +32,8 @@ _LOG = logging.getLogger("zeroexp")
 
 class Boundary:
     """The boundary of one engine. ``clip`` is the L2 norm to which :meth:`step` clips, if any;
-    ``early`` what makes a part of the step in backward, if anything does; ``delayed`` by
-    ``id(stepper)`` what steps in its place."""
+    ``early`` what makes a part of the step in backward, if anything does; ``delayed``
+    what steps in the place of steppers."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Boundary:
         *,
         clip: float | None,
         early: EarlyStep | None,
-        delayed: Mapping[int, DelayedStep],
+        delayed: DelayedSteps,
     ) -> None:
         self._model = model
         self._residency = residency
@@ -184,7 +184,7 @@ class Boundary:
             factor = self._factors.get(id(stepper), 1.0)
             if self._early is not None:
                 self._early.wait()
-            steps = self._delayed.get(id(stepper), stepper)
+            steps = self._delayed.of(stepper) or stepper
             steps.step(touched, factor / self._window.loss_scale)
         if self._early is not None:
             self._early.end()

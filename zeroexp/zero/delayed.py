@@ -97,3 +97,29 @@ class DelayedStep:
 def _run(pieces: PieceStep, work: Sequence[_Work]) -> None:
     for each in work:
         pieces.step(each.segment, each.runs, each.gradient, each.values)
+
+
+class DelayedSteps:
+    """The delayed steps of one engine; none where ``steppers`` is empty."""
+
+    def __init__(self, steppers: Sequence[Stepper], around: Surroundings) -> None:
+        self._steps = {id(s): DelayedStep(s, around) for s in steppers}
+
+    def of(self, stepper: Stepper) -> DelayedStep | None:
+        """What steps in place of ``stepper``."""
+        return self._steps.get(id(stepper))
+
+    def publish(self) -> None:
+        """Make all steps visible, before anything else changes values. Collective."""
+        for step in self._steps.values():
+            step.publish()
+
+    def wait(self) -> None:
+        """Let all steps end: what is saved has them."""
+        for step in self._steps.values():
+            step.wait()
+
+    def close(self) -> None:
+        """End their threads; what they do is not waited for."""
+        for step in self._steps.values():
+            step.close()

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from zeroexp.comm.pool import BufferPool
 from zeroexp.config import Config
 from zeroexp.layout import Segment
 from zeroexp.ledger import Ledger
-from zeroexp.optim.columns import Column
-from zeroexp.placement import Placement, Tier
+from zeroexp.optim.columns import ANY_SHAPE, Column, state_columns
+from zeroexp.optim.elementwise import is_elementwise
+from zeroexp.placement import Placement, StatePlacement, Tier
 from zeroexp.tiers import FileEngine, Ring, ScratchFolder, SwapFile, Traffic
 from zeroexp.zero.home import DiskHome, Outgoing
 
@@ -253,3 +255,28 @@ def _parameters(spec: Segment) -> list[tuple[int, int]]:
     """One chunk per parameter, and one for each gap between them."""
     cuts = sorted({0, spec.size, *(x for s in spec.slots for x in (s.offset, s.stop))})
     return [(a, b) for a, b in pairwise(cuts) if a < b]
+
+
+def disk_for(
+    config: Config,
+    placement: StatePlacement,
+    ledger: Ledger,
+    optimizers: Sequence[Optimizer],
+    rank: int,
+) -> Disk | None:
+    """The files that ``placement`` needs, for state of ``optimizers``; ``None`` where it needs
+    none."""
+    if not placement.uses(Tier.NVME):
+        return None
+    whole = {id(o): not is_elementwise(o) for o in optimizers}
+
+    def stepping(number: int, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> Stepping:
+        for optimizer in optimizers:
+            if number < len(optimizer.param_groups):
+                tried = shapes if whole[id(optimizer)] else (ANY_SHAPE,)
+                columns = state_columns(optimizer, number, dtype, tried)
+                return Stepping(columns, whole[id(optimizer)])
+            number -= len(optimizer.param_groups)
+        raise IndexError(number)
+
+    return Disk(config, ledger, rank=rank, stepping=stepping)

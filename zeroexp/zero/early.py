@@ -6,14 +6,16 @@ nobody may use it before the step is over.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from zeroexp.comm import World
-from zeroexp.errors import ModelError
+from zeroexp.config import Config, waits_for
+from zeroexp.errors import ModelError, OptimizerError
+from zeroexp.placement import Tier
 from zeroexp.precision import Policy
-from zeroexp.zero.segment import SegmentState
+from zeroexp.zero.segment import SegmentState, Surroundings
 from zeroexp.zero.stepper import Stepper
 from zeroexp.zero.unit import Life, UnitState
 from zeroexp.zero.window import Window
@@ -125,3 +127,37 @@ class EarlyStep:
     def close(self) -> None:
         """End the thread; what it does is not waited for."""
         self._thread.shutdown(wait=False)
+
+
+def early_step(
+    config: Config,
+    steppers: Sequence[Stepper],
+    window: Window,
+    around: Surroundings,
+    following: Callable[[UnitState], UnitState | None],
+    *,
+    reason: str | None,
+) -> EarlyStep | None:
+    """What steps in backward, where ``offload.step_in_backward`` wants it and nothing forbids it;
+    ``reason``: what the caller knows that does. Raises :class:`OptimizerError` where it is asked
+    for by name and cannot be."""
+    asked = config.offload.step_in_backward
+    if asked == "false" or not steppers:
+        return None
+    placement, key = around.placement, waits_for(config, clips=False)
+    reasons = {
+        "the optimizer state is on the device": placement.optim.tier is Tier.DEVICE,
+        "parameters are not sharded (stage 3)": not placement.params.sharded,
+        "there are several optimizers": len(steppers) > 1,
+        "replicas must sum their gradients first": around.world.replicas.size > 1,
+        f"{key} must know of all gradients first": key is not None,
+        "the update is delayed": config.offload.delayed_update,
+    }
+    reason = reason or next((text for text, holds in reasons.items() if holds), None)
+    if reason is None:
+        return EarlyStep(steppers[0], window, around.world, around.policy, following)
+    if asked == "true":
+        raise OptimizerError(
+            f"offload.step_in_backward=true is not possible here: {reason}. Use auto or false."
+        )
+    return None
