@@ -208,7 +208,7 @@ class Measurement(Callback):
             return {"io_bytes": None, "io_waited_s": None, "io_gb_per_s": None}
         moved = disk.traffic.last_step
         return {
-            "io_bytes": {"read": moved.read, "written": moved.written},
+            "io_bytes": self.figures.io_bytes_per_step,
             "io_waited_s": moved.waited,
             "io_gb_per_s": gb_per_s(moved.read + moved.written, moved.busy),
         }

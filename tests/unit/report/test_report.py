@@ -95,6 +95,33 @@ def test_tables_say_why_a_run_failed(tmp_path: Path) -> None:
     assert markdown[-1] == "* run 1: config: two lines"
 
 
+def test_tiers_and_files_have_columns_where_there_are_some(tmp_path: Path) -> None:
+    plain = row_of(make_run(tmp_path / "plain", Status("ok"), {}), 0, {})
+    assert plain.state_on_nvme_bytes == 0 and plain.written_tb_per_day is None
+    directory = make_run(tmp_path / "disk", Status("ok"), {})
+    for rank in (0, 1):
+        figures = RankFigures(rank, steps=9)
+        figures.state_bytes = {"params": {"device": 1, "nvme": 5}, "optim": {"cpu": 7 + rank}}
+        figures.io_bytes_per_step = {"read": 2048, "written": 1024 * (1 + rank)}
+        figures.io = {
+            "read_total": 1,
+            "written_total": 1,
+            "waited_s_per_step": 0.25 * rank,
+            "written_tb_per_day": 1.5,
+        }
+        figures.write(directory)
+    result.write(directory, config_digest="d", status=Status("ok"), ranks=2)
+    row = row_of(directory, 1, {})
+    tiers = (row.state_on_device_bytes, row.state_on_cpu_bytes, row.state_on_nvme_bytes)
+    assert tiers == (1, 8, 5) and row.state_bytes == 14  # rank 1's, who has more
+    assert (row.io_read_bytes_per_step, row.io_written_bytes_per_step) == (2048, 2048)
+    assert (row.io_waited_s_per_step, row.written_tb_per_day) == (0.25, 3.0)
+    for table in (text_table, markdown_table):
+        for heading in ("on cpu", "on nvme", "read/step", "waited (s)", "TB/day"):
+            assert heading in table([plain, row]) and heading not in table([plain])
+        assert "10^12 bytes" in table([row]) and "10^12 bytes" not in table([plain])
+
+
 def test_csv_has_plain_numbers_and_empty_unknowns(tmp_path: Path) -> None:
     rows = [
         row_of(make_run(tmp_path / "a", Status("ok"), {}), 0, {"k": "1"}),

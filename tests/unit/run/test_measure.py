@@ -52,6 +52,20 @@ def test_warm_up_and_pauses_are_left_out() -> None:
     assert clock.recent_tokens_per_s(99) == pytest.approx(30 / 21.0)
 
 
+def test_a_step_with_a_pause_in_it_says_so() -> None:
+    now = iter(range(100))
+    clock = StepClock(0, clock=lambda: float(next(now)))
+    clock.start()
+    said = []
+    for pauses in (False, True, False):
+        if pauses:
+            with clock.paused():
+                pass
+        clock.end_step(1)
+        said.append(clock.undisturbed)
+    assert said == [True, False, True]
+
+
 def test_a_pause_between_steps_belongs_to_no_step() -> None:
     time = FakeClock()
     clock = StepClock(warmup_steps=0, clock=time)
