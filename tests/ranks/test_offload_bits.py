@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from small import STAGES, digest, micro_batches, settings, tiny_gpt, token_batches
+from offload_lab import KINDS, offloaded
+from small import STAGES, digest, micro_batches, tiny_gpt, token_batches
 
 from zeroexp.engine import Engine
 from zeroexp.optim.adamw import AdamW
 
 STEPS, SEQUENCES = 10, 8
-KINDS = ("cpu", "nvme", "cpu_params", "nvme_params")
-CHUNK = 2**16
-"""The smallest: 4096 elements of AdamW's state. A block has 9376, so two chunks and a tail."""
 
 OPTIMIZERS = {"ours": AdamW, "torch": torch.optim.AdamW}
 
@@ -53,19 +51,18 @@ class Outcome:
 
 
 def train(row: Row, folder: str) -> Outcome:
+    # A block has 9376 elements, which is two chunks of 64KiB (4096 elements) and a tail.
     model = tiny_gpt(dim=32, layers=2)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = OPTIMIZERS[row.optimizer](trained, lr=1e-2, weight_decay=0.1)
-    keys = settings(
+    keys = offloaded(
         row.stage,
+        folder,
         compute=row.compute,
         accumulate=row.accumulate,
         clip=row.clip,
         offload_kind=row.kind,
-        offload_chunk=CHUNK,
         offload_step_in_backward=row.in_backward,
-        nvme_dir=folder,
-        timeout=30,
     )
     engine = Engine(model, optimizer, keys)
     ahead = _count_steps_ahead(engine)

@@ -15,7 +15,8 @@ import pytest
 import torch
 from census import bytes_since, live_storages
 from formula import sizes, state_bytes
-from small import STAGES, micro_batches, mlp, settings, tiny_gpt, token_batches
+from offload_lab import TIERS, offloaded
+from small import STAGES, micro_batches, mlp, tiny_gpt, token_batches
 from torch import nn
 
 from zeroexp.engine import Engine
@@ -23,11 +24,7 @@ from zeroexp.tiers.file import File
 from zeroexp.tiers.ring import SlotState
 
 KINDS = {
-    "none": ("device", "device"),
-    "cpu": ("cpu", "device"),
-    "nvme": ("nvme", "device"),
-    "cpu_params": ("cpu", "cpu"),
-    "nvme_params": ("nvme", "nvme"),
+    **TIERS,
     "params_alone": ("device", "cpu"),
     "params_alone_nvme": ("device", "nvme"),
     "crossed": ("nvme", "cpu"),
@@ -35,21 +32,14 @@ KINDS = {
 }
 """Tiers of optimizer state and parameters."""
 
-CHUNK, BLOCK = 2**16, 4096
+BLOCK = 4096
 WIDTHS = (40, 160, 120, 3)
 
 
 def keys_of(kind: str, stage: int, folder: str, **keys: Any) -> dict[str, Any]:
     optim, params = KINDS[kind]
     keys = {"offload_step_in_backward": "false", **keys}
-    return settings(
-        stage,
-        offload_optim=optim,
-        offload_params=params,
-        offload_chunk=CHUNK,
-        nvme_dir=folder,
-        **keys,
-    )
+    return offloaded(stage, folder, offload_optim=optim, offload_params=params, **keys)
 
 
 # -- state -----------------------------------------------------------------------------------------

@@ -342,8 +342,12 @@ def edits(bench: Bench) -> Found:
 
 def evaluation(bench: Bench) -> Found:
     """Evaluation between backward passes and steps, a backward that raises, zero_grad."""
+    return {f"{n} {k}": v for n in (1, 2) for k, v in _evaluation(bench, n).items()}
+
+
+def _evaluation(bench: Bench, accumulate: int) -> Found:
     module = model()
-    engine = bench.engine(module, adamw(module), accumulate=2)
+    engine = bench.engine(module, adamw(module), accumulate=accumulate)
     found: Found = {}
 
     class Raises(torch.autograd.Function):

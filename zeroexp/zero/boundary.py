@@ -270,9 +270,7 @@ class Boundary:
             self._reducer.abandon()
         self.forget(self._steppers)
         self._window.restart()
-        _LOG.warning(
-            "a checkpoint is loaded over a step that had begun in backward: dropped"
-        )
+        _LOG.warning("a checkpoint is loaded over a step that had begun in backward: dropped")
 
     def forget(self, steppers: Sequence[Stepper]) -> None:
         """Drop the accumulated gradients of ``steppers``."""
