@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from offload_lab import Bench, Found, compare, leaves, part, train
+from offload_lab import KINDS, Bench, Found, compare, leaves, part, train
 from small import MLP, STAGES, caught, mlp, rank, regression, weights, world
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -497,11 +497,36 @@ CASES = [
 ]
 
 
+MIXED = [
+    {"offload_optim": o, "offload_params": p}
+    for o, p in (("device", "cpu"), ("device", "nvme"), ("cpu", "nvme"), ("nvme", "cpu"))
+]
+"""Optimizer state and parameters on different tiers."""
+EACH = [*({"offload_kind": kind} for kind in KINDS), *MIXED]
+LONG = {each_optimizer, schedules}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_at_stage_3_on_two_ranks(ranks, tmp_path, case):
+    kinds = EACH[1:4:2] if case in LONG else EACH[:4]
+    compare(ranks, 2, case, 3, tmp_path, kinds)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_at_one_stage_on_one_rank(ranks, tmp_path, case):
+    """Stages and kinds take turns."""
+    at = CASES.index(case)
+    kinds = [EACH[at % 8], EACH[(at + 3) % 8]]
+    compare(ranks, 1, case, at % 3, tmp_path, kinds[: 1 if case in LONG else 2])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_case(ranks, tmp_path, case, stage, num_ranks):
-    compare(ranks, num_ranks, case, stage, tmp_path)
+def test_everywhere(ranks, tmp_path, case, stage, num_ranks):
+    compare(ranks, num_ranks, case, stage, tmp_path, EACH)
 
 
 @pytest.mark.parametrize(("num_ranks", "stage"), [(1, 0), (2, 0), (1, 2), (1, 3)])
@@ -527,17 +552,3 @@ def replicated(bench: Bench) -> Found:
             }
             engine.close()
     return found
-
-
-MIXED = [
-    {"offload_optim": o, "offload_params": p}
-    for o, p in (("device", "cpu"), ("device", "nvme"), ("cpu", "nvme"), ("nvme", "cpu"))
-]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_other_tiers(ranks, tmp_path, case, stage, num_ranks):
-    """Optimizer state and parameters on different tiers."""
-    compare(ranks, num_ranks, case, stage, tmp_path, MIXED)

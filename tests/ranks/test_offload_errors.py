@@ -76,10 +76,9 @@ def between(name: str, kind: str, folder: str) -> tuple[str, str]:
     return caught(BETWEEN[name][1], engine, loss)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("name", BETWEEN)
-def test_what_may_not_come_between(ranks, tmp_path, name, num_ranks):
-    for kind in ("cpu", "nvme_params") if num_ranks == 1 else ("nvme",):
+def test_what_may_not_come_between(ranks, tmp_path, name):
+    for num_ranks, kind in ((1, "cpu"), (1, "nvme_params"), (2, "nvme")):
         for error, said in ranks(num_ranks)(between, name, kind, str(tmp_path)):
             assert (error, OFF in said) == (BETWEEN[name][0], True), f"{kind}: {error}: {said}"
 
