@@ -24,6 +24,31 @@ CHUNK = 2**16
 Found = dict[str, Any]
 
 
+TIERS = {
+    "none": ("device", "device"),
+    "cpu": ("cpu", "device"),
+    "nvme": ("nvme", "device"),
+    "cpu_params": ("cpu", "cpu"),
+    "nvme_params": ("nvme", "nvme"),
+}
+"""Kind to the tiers of optimizer state and parameters."""
+
+_OF_THE_STEP = ("offload_chunk", "offload_fraction", "offload_step_in_backward")
+
+
+def offloaded(stage: int, folder: str, **keys: Any) -> dict[str, Any]:
+    """``small.settings`` with small chunks and swap files in ``folder``, without those keys that
+    would have no effect (which is an error)."""
+    optim, params = TIERS[keys.get("offload_kind", "none")]
+    tiers = (keys.get("offload_optim", optim), keys.get("offload_params", params))
+    keys = {"nvme_dir": folder, "offload_chunk": CHUNK, "timeout": 20, **keys}
+    if "nvme" not in tiers:
+        keys = {k: v for k, v in keys.items() if not k.startswith("nvme_")}
+    if tiers[0] == "device":
+        keys = {k: v for k, v in keys.items() if k not in _OF_THE_STEP}
+    return settings(stage, **keys)
+
+
 class Bench:
     """Builds engines of one stage and one placement; ``keys`` are those of ``small.settings``."""
 
@@ -31,8 +56,7 @@ class Bench:
         self.stage, self.folder, self.keys = stage, folder, keys
 
     def settings(self, **keys: Any) -> dict[str, Any]:
-        base = {"nvme_dir": self.folder, "offload_chunk": CHUNK, "timeout": 20}
-        return settings(self.stage, **{**base, **self.keys, **keys})
+        return offloaded(self.stage, self.folder, **{**self.keys, **keys})
 
     def engine(
         self,

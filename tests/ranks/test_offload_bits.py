@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from small import STAGES, digest, micro_batches, settings, tiny_gpt, token_batches
+from offload_lab import KINDS, offloaded
+from small import STAGES, digest, micro_batches, tiny_gpt, token_batches
 
 from zeroexp.engine import Engine
 from zeroexp.optim.adamw import AdamW
 
 STEPS, SEQUENCES = 10, 8
-KINDS = ("cpu", "nvme", "cpu_params", "nvme_params")
-CHUNK = 2**16
-"""The smallest: 4096 elements of AdamW's state. A block has 9376, so two chunks and a tail."""
 
 OPTIMIZERS = {"ours": AdamW, "torch": torch.optim.AdamW}
 
@@ -38,8 +36,8 @@ class Row:
 
     @property
     def at_home(self) -> Row:
-        """The same with nothing offloaded."""
-        return replace(self, kind="none", in_backward="auto")
+        """The same with nothing offloaded. Stages 0 and 1 are one training, and so are 2 and 3."""
+        return replace(self, stage=self.stage & 2, kind="none", in_backward="auto")
 
 
 @dataclass(frozen=True)
@@ -53,19 +51,18 @@ class Outcome:
 
 
 def train(row: Row, folder: str) -> Outcome:
+    # A block has 9376 elements, which is two chunks of 64KiB (4096 elements) and a tail.
     model = tiny_gpt(dim=32, layers=2)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = OPTIMIZERS[row.optimizer](trained, lr=1e-2, weight_decay=0.1)
-    keys = settings(
+    keys = offloaded(
         row.stage,
+        folder,
         compute=row.compute,
         accumulate=row.accumulate,
         clip=row.clip,
         offload_kind=row.kind,
-        offload_chunk=CHUNK,
         offload_step_in_backward=row.in_backward,
-        nvme_dir=folder,
-        timeout=30,
     )
     engine = Engine(model, optimizer, keys)
     ahead = _count_steps_ahead(engine)
@@ -105,7 +102,7 @@ def run(rows: list[Row], folder: str) -> tuple[list[Outcome], list[str]]:
 
 
 def check(ranks: Any, num_ranks: int, rows: list[Row], folder: Path) -> None:
-    """Every row has the bits of its stage without offload."""
+    """Every row has the bits of its training without offload."""
     plain = list(dict.fromkeys(row.at_home for row in rows))
     every = [*plain, *rows]
     results = ranks(num_ranks)(run, every, str(folder), timeout=60 + 10 * len(every))
@@ -150,6 +147,13 @@ def complete(num_ranks: int, compute: str) -> list[Row]:
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_same_bits_as_without_offload(ranks, tmp_path, num_ranks, compute):
     check(ranks, num_ranks, pairwise(num_ranks, compute), tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_bits_after_backward_or_inside_it(ranks, tmp_path, kind):
+    """auto steps ahead at stage 3 without clipping, false never does."""
+    rows = [Row(3, kind, how, n, in_backward="false") for how, n in (("fp32", 1), ("bf16", 2))]
+    check(ranks, 1, [*rows, *(replace(row, in_backward="auto") for row in rows)], tmp_path)
 
 
 @pytest.mark.full

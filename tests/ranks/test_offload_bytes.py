@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from census import bytes_since, live_storages
 from formula import sizes, state_bytes
-from small import STAGES, micro_batches, mlp, settings, tiny_gpt, token_batches
+from offload_lab import TIERS, offloaded
+from small import STAGES, micro_batches, mlp, tiny_gpt, token_batches
 from torch import nn
 
 from zeroexp.engine import Engine
@@ -23,11 +25,7 @@ from zeroexp.tiers.file import File
 from zeroexp.tiers.ring import SlotState
 
 KINDS = {
-    "none": ("device", "device"),
-    "cpu": ("cpu", "device"),
-    "nvme": ("nvme", "device"),
-    "cpu_params": ("cpu", "cpu"),
-    "nvme_params": ("nvme", "nvme"),
+    **TIERS,
     "params_alone": ("device", "cpu"),
     "params_alone_nvme": ("device", "nvme"),
     "crossed": ("nvme", "cpu"),
@@ -35,21 +33,14 @@ KINDS = {
 }
 """Tiers of optimizer state and parameters."""
 
-CHUNK, BLOCK = 2**16, 4096
+BLOCK = 4096
 WIDTHS = (40, 160, 120, 3)
 
 
 def keys_of(kind: str, stage: int, folder: str, **keys: Any) -> dict[str, Any]:
     optim, params = KINDS[kind]
     keys = {"offload_step_in_backward": "false", **keys}
-    return settings(
-        stage,
-        offload_optim=optim,
-        offload_params=params,
-        offload_chunk=CHUNK,
-        nvme_dir=folder,
-        **keys,
-    )
+    return offloaded(stage, folder, offload_optim=optim, offload_params=params, **keys)
 
 
 # -- state -----------------------------------------------------------------------------------------
@@ -109,15 +100,33 @@ def wanted_state(
     return out, num_ranks * base.total - round(num_ranks * base.ideal)
 
 
+PRECISIONS = [({}, 4, 4), ({"compute": "bf16", "precision_accumulate": "bf16"}, 2, 2)]
+"""Keys, and bytes per parameter and gradient."""
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", [*TIERS][1:])
+def test_state_per_tier(ranks, tmp_path, kind, stage):
+    check_state(ranks, tmp_path, kind, stage, 2 - (stage == 1), PRECISIONS[stage % 2 :][:1])
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "none"])
-def test_state_per_tier(ranks, tmp_path, kind, stage, num_ranks):
+@pytest.mark.parametrize("kind", [*KINDS])
+def test_state_per_tier_everywhere(ranks, tmp_path, kind, stage, num_ranks):
+    check_state(ranks, tmp_path, kind, stage, num_ranks, PRECISIONS)
+
+
+def check_state(
+    ranks: Any,
+    tmp_path: Path,
+    kind: str,
+    stage: int,
+    num_ranks: int,
+    precisions: list[tuple[dict[str, Any], int, int]],
+) -> None:
     """What is on disk is in no storage, what is in memory is there once."""
-    precisions = [
-        ({}, 4, 4),
-        ({"compute": "bf16", "precision_accumulate": "bf16"}, 2, 2),
-    ]
     for keys, param, grad in precisions:
         wanted, padding = wanted_state(tiny_gpt(), kind, stage, num_ranks, param, grad)
         total = sum(sum(t.values()) for t in wanted.values())
@@ -242,14 +251,36 @@ def wanted_files(
     return {way: n for way, n in (("read", read), ("written", written)) if n}
 
 
+HALF = {"compute": "bf16", "precision_accumulate": "bf16"}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bytes_that_move_in_a_step(ranks, tmp_path, stage):
+    """fp32 on one rank, and 16 bits for parameters and gradients on two."""
+    kinds = list(KINDS)
+    check_moves(ranks, tmp_path, kinds[1 + stage :: 2], stage, 1, [(1, {}, 4)])
+    check_moves(ranks, tmp_path, kinds[1:5], stage, 2, [(3, HALF, 2)])
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
-def test_bytes_that_move_in_a_step(ranks, tmp_path, stage, num_ranks):
+def test_bytes_that_move_in_a_step_everywhere(ranks, tmp_path, stage, num_ranks):
+    check_moves(ranks, tmp_path, list(KINDS), stage, num_ranks, [(1, {}, 4), (3, HALF, 2)])
+
+
+def check_moves(
+    ranks: Any,
+    tmp_path: Path,
+    kinds: list[str],
+    stage: int,
+    num_ranks: int,
+    precisions: list[tuple[int, dict[str, Any], int]],
+) -> None:
     """Parameters whole for one use at a time (reshard_after_forward=true), so that formulas are
-    short; fp32, and 16 bits for parameters and gradients."""
-    half = {"compute": "bf16", "precision_accumulate": "bf16"}
-    for kind in KINDS:
-        for micro, keys, size in ((1, {}, 4), (3, half, 2)):
+    short."""
+    for kind in kinds:
+        for micro, keys, size in precisions:
             keys = {**keys, "zero_reshard_after_forward": "true"}
             tiers = wanted_transfers(kind, stage, num_ranks, micro, size, size)
             files = wanted_files(kind, stage, num_ranks, micro, size, size)

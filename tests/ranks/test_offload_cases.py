@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from offload_lab import Bench, Found, compare, leaves, part, train
+from offload_lab import KINDS, Bench, Found, compare, leaves, part, train
 from small import MLP, STAGES, caught, mlp, rank, regression, weights, world
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -342,8 +342,12 @@ def edits(bench: Bench) -> Found:
 
 def evaluation(bench: Bench) -> Found:
     """Evaluation between backward passes and steps, a backward that raises, zero_grad."""
+    return {f"{n} {k}": v for n in (1, 2) for k, v in _evaluation(bench, n).items()}
+
+
+def _evaluation(bench: Bench, accumulate: int) -> Found:
     module = model()
-    engine = bench.engine(module, adamw(module), accumulate=2)
+    engine = bench.engine(module, adamw(module), accumulate=accumulate)
     found: Found = {}
 
     class Raises(torch.autograd.Function):
@@ -463,7 +467,7 @@ def schedules(bench: Bench) -> Found:
 def by_fraction(bench: Bench) -> Found:
     """A part of the state leaves: the largest segments first."""
     found: Found = {}
-    for fraction in (0.0, 0.3, 0.75, 1.0):
+    for fraction in (0.0, 0.3, 0.75):
         for make in (adamw, lambda m: AdamW(m.parameters(), lr=0.01)):
             module = model()
             engine = bench.engine(module, make(module), offload_fraction=fraction)
@@ -493,11 +497,36 @@ CASES = [
 ]
 
 
+MIXED = [
+    {"offload_optim": o, "offload_params": p}
+    for o, p in (("device", "cpu"), ("device", "nvme"), ("cpu", "nvme"), ("nvme", "cpu"))
+]
+"""Optimizer state and parameters on different tiers."""
+EACH = [*({"offload_kind": kind} for kind in KINDS), *MIXED]
+LONG = {each_optimizer, schedules, by_fraction}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_at_stage_3_on_two_ranks(ranks, tmp_path, case):
+    kinds = EACH[1:4:2] if case in LONG else EACH[:4]
+    compare(ranks, 2, case, 3, tmp_path, kinds)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_at_one_stage_on_one_rank(ranks, tmp_path, case):
+    """Stages and kinds take turns."""
+    at = CASES.index(case)
+    kinds = [EACH[at % 8], EACH[(at + 3) % 8]]
+    compare(ranks, 1, case, at % 3, tmp_path, kinds[: 1 if case in LONG else 2])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_case(ranks, tmp_path, case, stage, num_ranks):
-    compare(ranks, num_ranks, case, stage, tmp_path)
+def test_everywhere(ranks, tmp_path, case, stage, num_ranks):
+    compare(ranks, num_ranks, case, stage, tmp_path, EACH)
 
 
 @pytest.mark.parametrize(("num_ranks", "stage"), [(1, 0), (2, 0), (1, 2), (1, 3)])
@@ -523,17 +552,3 @@ def replicated(bench: Bench) -> Found:
             }
             engine.close()
     return found
-
-
-MIXED = [
-    {"offload_optim": o, "offload_params": p}
-    for o, p in (("device", "cpu"), ("device", "nvme"), ("cpu", "nvme"), ("nvme", "cpu"))
-]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_other_tiers(ranks, tmp_path, case, stage, num_ranks):
-    """Optimizer state and parameters on different tiers."""
-    compare(ranks, num_ranks, case, stage, tmp_path, MIXED)

@@ -28,8 +28,8 @@ def bench(stage: int, kind: str, folder: str, **keys: Any) -> Bench:
     return Bench(stage, folder, offload_kind=kind, **keys)
 
 
-def made(lab: Bench, **keys: Any) -> Engine:
-    module = mlp(*WIDTHS)
+def made(lab: Bench, widths: tuple[int, ...] = WIDTHS, **keys: Any) -> Engine:
+    module = mlp(*widths)
     return lab.engine(module, torch.optim.AdamW(module.parameters(), lr=1e-2), **keys)
 
 
@@ -76,34 +76,30 @@ def between(name: str, kind: str, folder: str) -> tuple[str, str]:
     return caught(BETWEEN[name][1], engine, loss)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("name", BETWEEN)
-def test_what_may_not_come_between(ranks, tmp_path, name, num_ranks):
-    for kind in ("cpu", "nvme_params") if num_ranks == 1 else ("nvme",):
+def test_what_may_not_come_between(ranks, tmp_path, name):
+    for num_ranks, kind in ((1, "cpu"), (1, "nvme_params"), (2, "nvme")):
         for error, said in ranks(num_ranks)(between, name, kind, str(tmp_path)):
             assert (error, OFF in said) == (BETWEEN[name][0], True), f"{kind}: {error}: {said}"
 
 
-REASONS: dict[str, tuple[int, dict[str, Any]]] = {
-    "clipped": (3, {"clip": 1.0}),
-    "on the device": (3, {"offload_kind": "none"}),
-    "not sharded": (2, {}),
-    "loss scale": (3, {"compute": "fp16"}),
-    "skips the whole step": (3, {"precision_nonfinite": "skip"}),
-}
+def refused(stage: int, folder: str, how: str) -> tuple[str, str]:
+    lab = Bench(stage, folder, offload_kind="cpu", offload_step_in_backward="true")
+    if how != "several":
+        return caught(made, lab, clip=0.5 if how == "clip" else None)
+    module = mlp(*WIDTHS)
+    halves = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (module[0], module[2])]
+    return caught(lab.engine, module, halves)
 
 
-def refused(stage: int, folder: str, keys: dict[str, Any]) -> tuple[str, str]:
-    keys = {"offload_kind": "cpu", **keys}
-    return caught(made, Bench(stage, folder, offload_step_in_backward="true", **keys))
-
-
-@pytest.mark.parametrize("reason", REASONS)
-def test_true_is_refused_where_it_cannot_be(ranks, tmp_path, reason):
-    stage, keys = REASONS[reason]
-    for error, said in ranks(2)(refused, stage, str(tmp_path), keys):
-        assert error == "OptimizerError", said
-        assert reason in said and "auto or false" in said
+@pytest.mark.parametrize(
+    ("how", "stage", "error"),
+    [("several", 3, "OptimizerError"), ("clip", 3, "ConfigError"), ("stage", 2, "ConfigError")],
+)
+def test_true_is_refused_where_it_cannot_be(ranks, tmp_path, how, stage, error):
+    for kind, said in ranks(2)(refused, stage, str(tmp_path), how):
+        assert kind == error, said
+        assert "offload.step_in_backward" in said and "auto" in said
 
 
 # -- after a step that was torn --------------------------------------------------------------------
@@ -126,7 +122,7 @@ class Breaks(torch.autograd.Function):
 
 def torn(kind: str, how: str, folder: str) -> dict[str, Any]:
     """The last units are stepped when the first one fails; then a checkpoint is loaded."""
-    engine = made(bench(3, kind, folder))
+    engine = made(bench(3, kind, folder), (40, 72, 72, 72, 72, 72, 3))
     go(engine, 2)
     saved = Path(folder) / f"saved-{kind}-{how}"
     engine.save_checkpoint(saved)

@@ -18,7 +18,8 @@ IN_FLIGHT = 2
 
 class Reducer:
     """The gradient side of one engine. ``before_wait`` is called before this rank waits inside a
-    backward, with the unit whose reduction it waits for, ``after`` when it is over."""
+    backward, with the unit whose reduction it waits for, ``after`` when it is over, unless its
+    gradients are dropped."""
 
     def __init__(
         self,
@@ -104,11 +105,12 @@ class Reducer:
         while self._flying:
             self._finish_first()
 
-    def _finish_first(self) -> None:
+    def _finish_first(self, *, kept: bool = True) -> None:
         unit = self._flying.pop(0)
         self._before_wait(unit)
         unit.finish_reduction()
-        self._after(unit)
+        if kept:
+            self._after(unit)
         if not unit.stepped:
             unit.park_gradients()
 
@@ -127,7 +129,8 @@ class Reducer:
         it; the next backward or ``zero_grad`` does.
         """
         self.reducing = False
-        self.drain()
+        while self._flying:
+            self._finish_first(kept=False)
         for unit in self.units:
             unit.clear_gradients()
 
