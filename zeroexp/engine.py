@@ -38,8 +38,8 @@ from zeroexp.zero.hooks import Hooks
 from zeroexp.zero.model import ShardedModel
 from zeroexp.zero.reducer import Reducer
 from zeroexp.zero.residency import Residency
-from zeroexp.zero.segment import Surroundings
 from zeroexp.zero.stepper import Stepper
+from zeroexp.zero.surroundings import Surroundings
 from zeroexp.zero.unit import Life, UnitState
 from zeroexp.zero.window import Window
 

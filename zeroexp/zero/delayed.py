@@ -12,8 +12,9 @@ from torch import Tensor
 from zeroexp.optim.history import Run
 from zeroexp.placement import Tier
 from zeroexp.zero.pieces import PieceStep
-from zeroexp.zero.segment import SegmentState, Surroundings
+from zeroexp.zero.segment import SegmentState
 from zeroexp.zero.stepper import Stepper
+from zeroexp.zero.surroundings import Surroundings
 
 
 @dataclass

@@ -15,8 +15,9 @@ from zeroexp.config import Config, waits_for
 from zeroexp.errors import ModelError, OptimizerError
 from zeroexp.placement import Tier
 from zeroexp.precision import Policy
-from zeroexp.zero.segment import SegmentState, Surroundings
+from zeroexp.zero.segment import SegmentState
 from zeroexp.zero.stepper import Stepper
+from zeroexp.zero.surroundings import Surroundings
 from zeroexp.zero.unit import Life, UnitState
 from zeroexp.zero.window import Window
 

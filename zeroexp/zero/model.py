@@ -18,7 +18,8 @@ from zeroexp.layout import Layout, ParamSpec, Segment, Unit, make_layout, make_u
 from zeroexp.placement import leaving
 from zeroexp.zero.access import GuardedParameters, Guards, Owner, whole
 from zeroexp.zero.same_model import compare_buffers, compare_parameters
-from zeroexp.zero.segment import SegmentState, Surroundings
+from zeroexp.zero.segment import SegmentState
+from zeroexp.zero.surroundings import Surroundings
 from zeroexp.zero.unit import Life, UnitState
 
 
@@ -300,7 +301,7 @@ class ShardedModel:
     def master_whole(self, segment: SegmentState) -> Tensor:
         """The segment's values ``[size]`` as the optimizer sees them, on every rank
         (collective)."""
-        if not segment.has_master_copy and segment.home is None:
+        if segment.master_copy is None and segment.home is None:
             return segment.full
         mine = segment.read_values().to(self.around.device)
         if mine.numel() == segment.spec.size:

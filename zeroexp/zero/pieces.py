@@ -16,8 +16,9 @@ from zeroexp.optim.face import Face, State
 from zeroexp.optim.history import Run, per_element
 from zeroexp.optim.twin import Twin
 from zeroexp.zero.disk import DiskState
+from zeroexp.zero.master import adopt
 from zeroexp.zero.passes import FusesPasses, give_gradient
-from zeroexp.zero.segment import SegmentState, adopt
+from zeroexp.zero.segment import SegmentState
 
 _READ_AHEAD = 2
 """Chunks that are read while one is stepped; with that one, and one on its way to the disk, they
@@ -145,7 +146,7 @@ class PieceStep:
         for piece in pieces:
             part = gradient[piece.start : piece.stop].view(piece.master.shape)
             give_gradient(self._optimizer, piece.master, part)
-        if not segment.has_master_copy:
+        if segment.master_copy is None:
             copies = {}
         ours = isinstance(self._optimizer, FusesPasses)
         attributes = {"grad_scale": self._scale, "copy_out": copies} if ours else {}

@@ -15,7 +15,7 @@ from enum import Enum
 import torch
 
 from zeroexp.zero.order import UseOrder, backward_order
-from zeroexp.zero.segment import Surroundings
+from zeroexp.zero.surroundings import Surroundings
 from zeroexp.zero.unit import Life, UnitState
 
 _FROM_DISK, _TO_DEVICE = 3, 2

@@ -12,50 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from zeroexp import ops
-from zeroexp.comm import DONE, Pending, World
-from zeroexp.comm.pool import BufferPool, flat_zeros
+from zeroexp.comm import DONE, Pending
+from zeroexp.comm.pool import flat_zeros
 from zeroexp.errors import ModelError
 from zeroexp.layout import Segment
-from zeroexp.ledger import Ledger
-from zeroexp.ops.edits import adopt_edits_in_torch
-from zeroexp.placement import Placement, StatePlacement, Tier
-from zeroexp.precision import Policy
-from zeroexp.tiers import Border, Crossing
-from zeroexp.zero.buffer import FlatBuffer, SparePages
-from zeroexp.zero.disk import Disk, OnDisk
+from zeroexp.placement import Placement, Tier
+from zeroexp.tiers import Crossing
+from zeroexp.zero.buffer import FlatBuffer
+from zeroexp.zero.disk import OnDisk
 from zeroexp.zero.gradient import GradientState
 from zeroexp.zero.home import Home, MemoryHome
+from zeroexp.zero.master import MasterCopy
 from zeroexp.zero.placeholder import Placeholders
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What every segment of one engine shares."""
-
-    world: World
-    ledger: Ledger
-    placement: StatePlacement
-    """Of segments whose state leaves the device as far as the configuration says."""
-    policy: Policy
-    pool: BufferPool
-    spare: SparePages
-    border: Border
-    """Between the device's memory and the host's."""
-    device: torch.device
-    bucket: int
-    """Largest message of one reduction in bytes (``zero.bucket``)."""
-    fraction: float = 1.0
-    """Part of the optimizer state that leaves the device (``offload.fraction``)."""
-    delayed: bool = False
-    """Whether steps go on beside the next forward, and so need copies of all they change."""
-    disk: Disk | None = None
-    """Where state on the nvme tier is kept; ``None`` when there is none."""
+from zeroexp.zero.surroundings import Surroundings
 
 
 class SegmentState:
@@ -91,6 +64,7 @@ class SegmentState:
         self.has_master_copy = spec.trainable and (
             wide is not None or self.placement.separates_master or around.delayed
         )
+        """Whether the optimizer steps a copy."""
         self.master_dtype = wide or self.dtype
         """What the optimizer steps has this dtype."""
         self.num_stepped = spec.shard_size if self.placement.optim.sharded else spec.size
@@ -98,7 +72,7 @@ class SegmentState:
         self.on_disk: OnDisk | None = None
         """Its records on the nvme tier, if it has any."""
         self.home: Home | None = None
-        self._master: Tensor | None = None
+        self.master_copy: MasterCopy | None = None
         self._near: Crossing | None = None
         self._target: Tensor | None = None
         self.grads = GradientState(self)
@@ -124,7 +98,9 @@ class SegmentState:
             self.hold("params", self.full.nbytes)
         self.show()
         if self.has_master_copy:
-            self._make_master(flat[self.lo : self.hi] if self.placement.optim.sharded else flat)
+            mine = flat[self.lo : self.hi] if self.placement.optim.sharded else flat
+            self.master_copy = self._make_master(mine)
+            self.master_copy.write(mine)
         if spec.trainable:
             self.grads.allocate()
 
@@ -137,14 +113,12 @@ class SegmentState:
         resident.copy_(values)
         return MemoryHome(resident)
 
-    def _make_master(self, values: Tensor) -> None:
+    def _make_master(self, values: Tensor) -> MasterCopy:
         self.hold("optim", values.numel() * self.master_dtype.itemsize, label="master")
         if self.on_disk is not None and self.on_disk.optim is not None:
-            self.on_disk.optim.write("master", values.to(self.master_dtype))
-            return
+            return MasterCopy(disk=self.on_disk.optim)
         tier = self.placement.optim.tier
-        self._master = self.zeros(values.numel(), self.master_dtype, tier)
-        self._master.copy_(values)
+        return MasterCopy(tensor=self.zeros(values.numel(), self.master_dtype, tier))
 
     def zeros(self, numel: int, dtype: torch.dtype, tier: Tier) -> Tensor:
         """A flat tensor ``[numel]`` of zeros that stays, in the memory of ``tier``."""
@@ -282,18 +256,15 @@ class SegmentState:
     @property
     def master(self) -> Tensor | None:
         """What the optimizer steps ``[num_stepped]``; ``None`` where it is on disk."""
-        if self.has_master_copy:
-            return self._master
+        if self.master_copy is not None:
+            return self.master_copy.tensor
         values = self.full if self.home is None else self.home.resident
         return None if values is None else self._stepped_part(values)
 
     def read_values(self) -> Tensor:
         """This rank's part of the values in their full width, in memory, only to be read."""
-        if self.has_master_copy:
-            if self.master is not None:
-                return self.master
-            assert self.on_disk is not None and self.on_disk.optim is not None
-            return self.on_disk.optim.read("master")
+        if self.master_copy is not None:
+            return self.master_copy.read()
         if self.home is None:
             return self.full
         values = self.home.fetch()
@@ -315,7 +286,8 @@ class SegmentState:
     @property
     def needs_pieces(self) -> bool:
         """Whether it is stepped in pieces, as it comes from disk."""
-        return self.home_on_disk or (self.has_master_copy and self._master is None)
+        copy = self.master_copy
+        return self.home_on_disk or (copy is not None and copy.tensor is None)
 
     def count_transfers(self) -> None:
         """Record what one step moves between the tiers, gathers and reductions apart."""
@@ -433,23 +405,13 @@ class SegmentState:
         if not self.transient and self.master is not None and not self.around.delayed:
             self._refresh_master()
 
-    @torch.no_grad()
     def _refresh_master(self) -> None:
-        if not self.has_master_copy:
+        if self.master_copy is None:
             return
         low = self._stepped_part(self.full)
         if self._optimizer_on_host and not self._on_host(low):
             low = self.around.border.down(low).wait()
-        if self.master is not None:
-            adopt(self.master, low)
-            return
-        assert self.on_disk is not None and self.on_disk.optim is not None
-        optim = self.on_disk.optim
-        for index, (start, stop) in enumerate(optim.chunks):
-            if adopt(optim.open(index)["master"], low[start:stop]):
-                optim.keep(index)
-            else:
-                optim.drop(index)
+        self.master_copy.adopt(low)
 
     @torch.no_grad()
     def assign(self, flat: Tensor) -> None:
@@ -461,18 +423,7 @@ class SegmentState:
             self._near = None
             self.around.world.gather.settle()
             self.home.write((flat[self.lo : self.hi] if self.cut else flat).to(self.dtype))
-        if self.has_master_copy:
-            values = flat[self.lo : self.hi] if self.placement.optim.sharded else flat
-            if self.master is not None:
-                self.master.copy_(values)
-                return
-            assert self.on_disk is not None and self.on_disk.optim is not None
-            self.on_disk.optim.write("master", values.to(self.master_dtype))
-
-
-def adopt(master: Tensor, low: Tensor) -> bool:
-    """Take the master copy from the values that mirror it, where they were edited: an element that
-    still is the rounded master keeps its full width. Returns whether anything changed."""
-    if master.device.type == "cpu" and master.dtype == torch.float32:
-        return ops.adopt_edits(master, low)
-    return adopt_edits_in_torch(master, low)
+        if self.master_copy is not None:
+            self.master_copy.write(
+                flat[self.lo : self.hi] if self.placement.optim.sharded else flat
+            )

@@ -17,7 +17,8 @@ from zeroexp.optim.face import Face
 from zeroexp.optim.history import History, Run, per_element
 from zeroexp.zero.passes import FusesPasses, fused, give_gradient
 from zeroexp.zero.pieces import PieceStep
-from zeroexp.zero.segment import SegmentState, Surroundings
+from zeroexp.zero.segment import SegmentState
+from zeroexp.zero.surroundings import Surroundings
 
 
 def _refuse_closures(optimizer: Optimizer) -> None:
@@ -171,7 +172,7 @@ class Stepper:
                     give_gradient(optimizer, run.tensor, gradient[run.start : run.stop].view(shape))
                     groups[segment.spec.group - self._first_group].append(run.tensor)
                     tensors.append(run.tensor)
-                    if segment.has_master_copy:
+                    if segment.master_copy is not None:
                         copies[run.tensor] = values[run.start : run.stop].view(shape)
             with fused(optimizer, scale, copies):
                 try:
