@@ -185,9 +185,9 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"precision.nonfinite": "stop"},
     ),
     (
-        {**STEPPED, "zero.stage": 2},
+        {**STEPPED, "zero.stage": 0},
         "offload.step_in_backward",
-        "true cannot be at stage 2. Use zero=stage3 over all data ranks",
+        "true cannot be at stage 0. Use zero=stage1, 2 or 3 over all data ranks",
         {"zero.stage": 3},
     ),
     (

@@ -27,14 +27,13 @@ def steps_in_backward(config: Config, *, clips: bool | None = None) -> bool:
     """Whether ``config`` asks for, or with ``auto`` allows, a step of each unit beside the rest of
     backward. ``clips`` as in :func:`waits_for`.
 
-    Parameters that several ranks hold whole (stages 0-2, replicas) wait for each other. What only
-    an engine knows (a second optimizer, a step that does not follow the last micro-batch) comes on
-    top.
+    Gradients that every rank needs (stage 0, replicas) wait for each other. What only an engine
+    knows (a second optimizer, a step that does not follow the last micro-batch) comes on top.
     """
     offload = config.offload
     return (
         offload.optim_tier != "device"
-        and config.zero.stage == 3  # a unit that is whole all the time may still be read
+        and config.zero.stage > 0  # where every rank steps everything, all gradients go to all
         and config.shard_size == config.data_ranks  # replicas sum their gradients first
         and offload.step_in_backward != "false"
         and not offload.delayed_update

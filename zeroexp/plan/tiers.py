@@ -87,7 +87,8 @@ def file_traffic(config: Config, layout: Layout) -> dict[str, int]:
         if segment.trainable and home.grads.tier is Tier.NVME:
             # Read to be added to or stepped, written to wait; a unit that is stepped in backward
             # takes its last sum from memory.
-            passes = rounds - 1 if steps_in_backward(config) else rounds
+            early = steps_in_backward(config) and home.params.sharded
+            passes = rounds - 1 if early else rounds
             read += segment.shard_size * sizes.grad * passes
             written += segment.shard_size * sizes.grad * passes
     return {"read": read, "written": written}

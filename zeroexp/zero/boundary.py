@@ -183,7 +183,7 @@ class Boundary:
             touched = dict(zip((s.tag for s in stepper.segments), agreement.touched, strict=True))
             factor = self._factors.get(id(stepper), 1.0)
             if self._early is not None:
-                self._early.wait()
+                self._early.land()
             steps = self._delayed.of(stepper) or stepper
             steps.step(touched, factor / self._window.loss_scale)
         if self._early is not None:

@@ -94,11 +94,10 @@ class EarlyStep:
 
     def _ready(self, unit: UnitState) -> bool:
         segments = unit.trainable_segments
+        in_use = unit.pins or unit.outstanding or unit.open or unit.life is not Life.SHARDED
         return (
-            unit.life is Life.SHARDED
-            and unit.pins == 0
-            and not (unit.outstanding or unit.open)
-            and all(all(s.grads.touched) for s in segments)
+            not (unit.collective and in_use)
+            and all(s.may_step_ahead and all(s.grads.touched) for s in segments)
             and (self._applies_all or self._finite(segments))
         )
 
@@ -116,9 +115,19 @@ class EarlyStep:
         while self._jobs:
             self._end_first()
 
+    def land(self) -> None:
+        """Backward is over on this rank: what was stepped shows."""
+        self.wait()
+        for unit in self._units:
+            for segment in unit.trainable_segments:
+                segment.land_update()
+
     def end(self) -> None:
         """The step is over, or given up: nothing of it goes into the next one."""
         self.wait()
+        for unit in self._units:
+            for segment in unit.trainable_segments:
+                segment.land_update(keep=False)
         self._stepper.end_ahead()
         for unit in self._units:
             unit.stepped = False
@@ -148,7 +157,7 @@ def early_step(
     placement, key = around.placement, waits_for(config, clips=False)
     reasons = {
         "the optimizer state is on the device": placement.optim.tier is Tier.DEVICE,
-        "parameters are not sharded (stage 3)": not placement.params.sharded,
+        "every rank steps everything (stage 0)": not placement.optim.sharded,
         "there are several optimizers": len(steppers) > 1,
         "replicas must sum their gradients first": around.world.replicas.size > 1,
         f"{key} must know of all gradients first": key is not None,

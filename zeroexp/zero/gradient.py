@@ -303,6 +303,10 @@ class GradientState:
         with self.at_hand() as owned:
             yield self._beside_master(owned)
 
+    def beside_master(self) -> Tensor:
+        """:attr:`owned` where the optimizer works; a copy, if that is not where it is."""
+        return self._beside_master(self.owned)
+
     def _beside_master(self, gradient: Tensor) -> Tensor:
         leaves = self._segment.placement.optim.tier is not Tier.DEVICE
         if leaves and gradient.device == self._around.device:

@@ -75,6 +75,7 @@ class SegmentState:
         self.master_copy: MasterCopy | None = None
         self._near: Crossing | None = None
         self._target: Tensor | None = None
+        self._waiting: Tensor | None = None
         self.grads = GradientState(self)
         """Its gradients; empty unless it is trainable."""
 
@@ -374,20 +375,58 @@ class SegmentState:
         one = self.around.device.type == "cpu"
         return one or self.placement.optim.tier is not Tier.DEVICE
 
+    @property
+    def may_step_ahead(self) -> bool:
+        """Whether it can be stepped while backward still reads the parameters."""
+        return self.placement.optim.sharded and (self.cut or not self.home_on_disk)
+
     def begin_update(self) -> Tensor:
-        """As :meth:`updating`, for all values of a slice, until :meth:`end_update`."""
-        assert self.home is not None and self.cut
+        """As :meth:`updating`, for all values, until :meth:`end_update` (on any rank when it likes)
+        and :meth:`land_update` (at the boundary): values that every rank holds whole may still be
+        read, so the new ones wait beside them."""
         self._near = None
-        self._target = self._to_optimizer(self.home.take(), keeps=False)
+        if self.cut:
+            assert self.home is not None
+            self._target = self._to_optimizer(self.home.take(), keeps=False)
+            return self._target
+        part = self._replicated_part
+        if self._optimizer_on_host and not self._on_host(part):
+            self._target = self.around.border.download_target(part)
+        else:
+            self._waiting = self.around.pool.take(part.numel(), self.dtype)
+            self._target = self._waiting.view(self.dtype)[: part.numel()]
+        self._target.copy_(part)  # edits since the last step are looked for in it
         return self._target
 
+    @property
+    def _replicated_part(self) -> Tensor:
+        values = self.full if self.home is None else self.home.resident
+        assert values is not None
+        return self._stepped_part(values)
+
     def end_update(self) -> None:
-        """The new values are at home."""
+        """The new values are made; those of a slice are at home."""
+        if not self.cut:
+            return
         assert self.home is not None and self._target is not None
         target, self._target = self._target, None
         if self.home.resident is not None:
             self._from_optimizer(target, self.home.resident)
         self.home.keep()
+
+    def land_update(self, *, keep: bool = True) -> None:
+        """Nobody reads the old values any more; ``keep=False``: the new ones are given up."""
+        if self.cut or self._target is None:
+            return
+        target, self._target = self._target, None
+        part = self._replicated_part
+        if keep and target.device == part.device:
+            part.copy_(target)
+        elif keep:
+            self.around.border.upload(target, part)
+        if self._waiting is not None:
+            self.around.pool.give(self._waiting)
+            self._waiting = None
 
     # -- edits -------------------------------------------------------------------------------------
 

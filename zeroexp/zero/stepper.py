@@ -228,10 +228,12 @@ class Stepper:
     def step_ahead(self, segment: SegmentState, values: Tensor) -> Callable[[], None]:
         """Take ``segment``, whose parameters all have their reduced gradients, out of the step to
         come; the returned function steps it on any thread and writes into ``values``."""
+        segment.check_views()
+        segment.adopt_edits()
         pieces = self._begin_pieces(1.0)
         self.histories[segment.tag].split([True] * len(segment.params), self.face.state)
         runs = self._runs(segment)
-        gradient = segment.grads.owned
+        gradient = segment.grads.beside_master()
         pieces.announce(segment, runs)
         self._stepped.add(segment.tag)
         return lambda: pieces.step(segment, runs, gradient, values)

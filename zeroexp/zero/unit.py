@@ -133,7 +133,8 @@ class UnitState:
     def gather(self) -> None:
         """Start to make the parameters whole."""
         self._expect(Life.SHARDED, of=self.life, action="start a gather")
-        self._refuse_stepped("its parameters are needed again")
+        if self.collective:  # what is whole on every rank is as it was until the boundary
+            self._refuse_stepped("its parameters are needed again")
         self._gathers += 1
         self._pending = [s.gather() for s in self._transient]
         self.life = Life.GATHERING

@@ -124,15 +124,17 @@ OFFLOAD_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         key="offload.step_in_backward",
-        why="parameters that several ranks hold are published when all units are stepped",
+        why="gradients that all ranks step with are brought to all of them at the boundary",
         reads=("offload.step_in_backward", "zero.stage", "zero.shard_size", *_RANKS, *_OPTIM),
-        broken=lambda c: _must_step(c) and (c.zero.stage != 3 or c.shard_size != c.data_ranks),
+        broken=lambda c: _must_step(c) and (c.zero.stage == 0 or c.shard_size != c.data_ranks),
         problem=lambda c: (
-            f"true cannot be at stage {c.zero.stage}."
-            if c.zero.stage != 3
+            "true cannot be at stage 0."
+            if c.zero.stage == 0
             else f"true cannot be with {c.data_ranks // c.shard_size} replicas of the state."
         ),
-        fix=lambda c: "Use zero=stage3 over all data ranks, or offload.step_in_backward=auto",
+        fix=lambda c: (
+            "Use zero=stage1, 2 or 3 over all data ranks, or offload.step_in_backward=auto"
+        ),
     ),
     Rule(
         key="offload.step_in_backward",

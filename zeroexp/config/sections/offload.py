@@ -105,7 +105,7 @@ class OffloadConfig:
     step_in_backward: str = setting(
         "auto",
         "step a unit as soon as its gradients are complete, beside the rest of backward. auto: "
-        "at stage 3 where the optimizer state is offloaded and nothing must be known of all "
+        "from stage 1 on, where the optimizer state is offloaded and nothing must be known of all "
         "gradients first (no clipping, no loss scale, one optimizer, no replicas, a step after "
         "every last micro-batch); true: refuse to start where it cannot be done; false: never.",
         changes="step time, and when gradients are freed; never the weights",
