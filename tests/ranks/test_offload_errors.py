@@ -94,7 +94,7 @@ def refused(stage: int, folder: str, how: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize(
     ("how", "stage", "error"),
-    [("several", 3, "OptimizerError"), ("clip", 3, "ConfigError"), ("stage", 2, "ConfigError")],
+    [("several", 3, "OptimizerError"), ("clip", 3, "ConfigError"), ("stage", 0, "ConfigError")],
 )
 def test_true_is_refused_where_it_cannot_be(ranks, tmp_path, how, stage, error):
     for kind, said in ranks(2)(refused, stage, str(tmp_path), how):

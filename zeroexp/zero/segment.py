@@ -377,8 +377,10 @@ class SegmentState:
 
     @property
     def may_step_ahead(self) -> bool:
-        """Whether it can be stepped while backward still reads the parameters."""
-        return self.placement.optim.sharded and (self.cut or not self.home_on_disk)
+        """Whether it can be stepped while backward still reads the parameters: as a slice, of which
+        only gathered copies are read, or as a copy whose mirror follows at the boundary."""
+        mirrored = self.master_copy is not None and not self.home_on_disk
+        return self.placement.optim.sharded and (self.cut or mirrored)
 
     def begin_update(self) -> Tensor:
         """As :meth:`updating`, for all values, until :meth:`end_update` (on any rank when it likes)
