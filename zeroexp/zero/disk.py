@@ -156,7 +156,8 @@ class Disk:
         self._chunk = config.offload.chunk
         self._ledger = ledger
         self._stepping = stepping
-        self._rings: list[Ring] = []
+        self.rings: list[Ring] = []
+        """Where chunks of optimizer state visit memory."""
         self._pool = BufferPool(torch.device("cpu"), ledger, "visitors from disk", Tier.CPU)
         self._outgoing = Outgoing()
         self._files: list[SwapFile] = []
@@ -224,13 +225,13 @@ class Disk:
         return file
 
     def _ring(self, slot_bytes: int) -> Ring:
-        for ring in self._rings:
+        for ring in self.rings:
             if ring.slot_bytes >= slot_bytes:
                 return ring
-        self._rings.append(Ring(_SLOTS, slot_bytes))
-        nbytes = sum(ring.num_bytes for ring in self._rings)
+        self.rings.append(Ring(_SLOTS, slot_bytes))
+        nbytes = sum(ring.num_bytes for ring in self.rings)
         self._ledger.hold("", "workspace", Tier.CPU, nbytes, label="chunks of optimizer state")
-        return self._rings[-1]
+        return self.rings[-1]
 
     def flush(self) -> None:
         """Wait until all that was kept is written; raise what went wrong."""
