@@ -24,7 +24,7 @@ from zeroexp.pipeline.action import SENDS, Action, Exchange, Kind
 from zeroexp.pipeline.runtime.channel import Channel
 from zeroexp.pipeline.runtime.forwards import forward_lists
 from zeroexp.pipeline.runtime.lane import Inbox, Outbox, PeerFailed, Way
-from zeroexp.pipeline.runtime.message import describe
+from zeroexp.pipeline.runtime.message import Message, describe
 from zeroexp.pipeline.runtime.owner import Nobody, Owner
 from zeroexp.pipeline.runtime.stage import Stage
 from zeroexp.pipeline.schedule import Schedule

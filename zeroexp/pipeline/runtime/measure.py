@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zeroexp.pipeline.cut import Layer
-from zeroexp.pipeline.runtime.message import Structure
+from zeroexp.pipeline.runtime.message import Message, Structure
 from zeroexp.pipeline.runtime.split import Chain, NamedLayer, layer_sizes
 from zeroexp.pipeline.runtime.stage import Stage
 
