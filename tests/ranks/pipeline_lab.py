@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zeroexp.ledger import Ledger
+from zeroexp.pipeline.action import Action, Kind
 from zeroexp.pipeline.cut import cut
 from zeroexp.pipeline.runtime import Channel, Executor, Ties, layers_of, split, split_batch
 from zeroexp.pipeline.runtime.executor import Result
@@ -53,9 +55,7 @@ class Pipe:
         held = schedule.stages_of(self.channel.index)
         self.split = split(model, where, held, recompute=recompute)
         self.ties = Ties(self.channel, self.split.tied)
-        self.executor = Executor(
-            schedule, self.split.stages, self.channel, loss=loss, owner=owner
-        )
+        self.executor = Executor(schedule, self.split.stages, self.channel, loss=loss, owner=owner)
         self.micro_batches = schedule.micro_batches
 
     @property
@@ -140,3 +140,34 @@ def regression_batches(
 
 def scheduled(name: str, ranks: int, micro_batches: int) -> Schedule:
     return make_schedule(name, ranks, micro_batches, SCHEDULES[name])
+
+
+def random_schedule(seed: int, ranks: int) -> Schedule:
+    """Stages and micro-batches anywhere, backwards split or not, in any order that respects what
+    needs what."""
+    draw = random.Random(seed)
+    rank_of = [*range(ranks), *(draw.randrange(ranks) for _ in range(draw.randrange(3)))]
+    draw.shuffle(rank_of)
+    num_stages, micro_batches = len(rank_of), draw.randrange(1, 5)
+    needs: dict[Action, list[Action]] = {}
+    for m in range(micro_batches):
+        behind: Action | None = None
+        for s in range(num_stages):
+            action = Action(Kind.FORWARD, s, m)
+            needs[action] = [behind] if behind else []
+            behind = action
+        for s in reversed(range(num_stages)):
+            split_it = draw.random() < 0.5
+            action = Action(Kind.BACKWARD_INPUT if split_it else Kind.BACKWARD, s, m)
+            needs[action] = [Action(Kind.FORWARD, s, m), *([behind] if behind else [])]
+            behind = action
+            if split_it:
+                needs[Action(Kind.BACKWARD_WEIGHT, s, m)] = [action]
+    lists: list[list[Action]] = [[] for _ in range(ranks)]
+    done: set[Action] = set()
+    while len(done) < len(needs):
+        ready = [a for a, wanted in needs.items() if a not in done and done.issuperset(wanted)]
+        action = draw.choice(ready)
+        done.add(action)
+        lists[rank_of[action.stage]].append(action)
+    return Schedule(f"random {seed}", tuple(rank_of), micro_batches, tuple(map(tuple, lists)))

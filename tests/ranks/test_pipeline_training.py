@@ -11,6 +11,7 @@ from pipeline_lab import (
     Pipe,
     gather_weights,
     plain_losses,
+    random_schedule,
     regression_batches,
     scheduled,
     tall_mlp,
@@ -73,6 +74,48 @@ def test_every_schedule_on_four_ranks(ranks, recompute, micro_batches):
     cases = [(name, dtype) for name in SCHEDULES for dtype in DTYPES]
     found = ranks(4)(trained, cases, 4, micro_batches, recompute, timeout=240)
     compare(found, cases, 4, micro_batches)
+
+
+def random_training(
+    seeds: list[int], num_ranks: int
+) -> list[tuple[list[float], dict[str, Tensor]]]:
+    found = []
+    for seed in seeds:
+        schedule = random_schedule(seed, num_ranks)
+        layers = [nn.Sequential(nn.ELU(), nn.Linear(6, 6)) for _ in range(schedule.num_stages)]
+        pipe = Pipe(seeded(layers), schedule, recompute=seed % 3 == 0)
+        batches = square_batches(schedule.micro_batches)
+        found.append((pipe.train(batches, LR), pipe.weights()))
+        pipe.channel.close()
+    return found
+
+
+def seeded(layers: list[nn.Sequential]) -> nn.Sequential:
+    torch.manual_seed(10)
+    for layer in layers:
+        layer[1].reset_parameters()
+    return nn.Sequential(*layers).double()
+
+
+def square_batches(micro_batches: int) -> list[tuple[Tensor, Tensor]]:
+    source = torch.Generator().manual_seed(11)
+    drawn = torch.randn(3, 2, micro_batches * 2, 6, generator=source, dtype=torch.float64)
+    return [(x, y) for x, y in drawn]
+
+
+@pytest.mark.parametrize(("num_ranks", "count"), [(2, 16), (3, 8), (4, 8)])
+def test_random_valid_lists_run(ranks, num_ranks, count):
+    seeds = list(range(count))
+    results = ranks(num_ranks)(random_training, seeds, num_ranks)
+    for seed in seeds:
+        schedule = random_schedule(seed, num_ranks)
+        layers = [nn.Sequential(nn.ELU(), nn.Linear(6, 6)) for _ in range(schedule.num_stages)]
+        batches = square_batches(schedule.micro_batches)
+        losses, weights = plain_losses(seeded(layers), batches, F.mse_loss, LR)
+        found = [each[seed] for each in results]
+        assert furthest(gather_weights([w for _, w in found]), weights) <= 1e-12, schedule
+        for theirs, _ in found:
+            assert theirs == pytest.approx(losses, abs=1e-12)
 
 
 class Counted(nn.Module):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from zeroexp.errors import CollectiveTimeout, ModelError, RankMismatch, StageError, ZeroexpError
-from zeroexp.pipeline.action import SENDS, Action, Exchange, Kind
+from zeroexp.pipeline.action import RECEIVES, SENDS, Action, Exchange, Kind
 from zeroexp.pipeline.runtime.channel import Channel
 from zeroexp.pipeline.runtime.forwards import forward_lists
 from zeroexp.pipeline.runtime.lane import Inbox, Outbox, PeerFailed, Way
@@ -190,7 +190,8 @@ class Executor:
         the sum of the weights unless the caller knows better (over data-parallel ranks, or 1 where
         somebody else divides).
 
-        Raises :class:`StageError` on every rank where an action fails on any.
+        Raises :class:`StageError` on every rank when an action fails on any; gradients are then
+        incomplete. The next run finds the channel at rest.
         """
         count = self.schedule.micro_batches
         run = _Run(inputs, targets, [], [], {}, {}, {}, self._last_backwards())
@@ -261,7 +262,7 @@ class Executor:
             failure = self._told(error, action)
         try:
             if failure is not None:
-                self._give_up()
+                self._give_up(actions)
             for outbox in self._outboxes.values():
                 outbox.flush()
             rows = self.channel.exchange(self._row(run, failure), "end of the pipeline's run")
@@ -276,14 +277,25 @@ class Executor:
             raise self._first(notes) from self._own(notes, cause)
         return self._result(run, rows)
 
-    def _give_up(self) -> None:
+    def _give_up(self, actions: Sequence[Action]) -> None:
+        """Tell who waits for this rank, and take what others still send it, in the list's order: in
+        another one, a sender could wait for a message to be taken that comes later here."""
         for outbox in self._outboxes.values():
             outbox.fail()
         for stage in self.stages.values():
             stage.forget()
-        for inbox in self._inboxes.values():
-            inbox.drain()
         self._owner.failed()
+        lanes = [self._lane_in(action) for action in actions if action.kind in RECEIVES]
+        to_come = Counter(lanes)
+        for lane in lanes:
+            inbox = self._inboxes[lane]
+            if to_come[lane] <= inbox.owed:
+                inbox.drain_next()
+            to_come[lane] -= 1
+
+    def _lane_in(self, action: Action) -> tuple[Way, int]:
+        way = Way.ACTIVATION if action.kind is Kind.RECV_ACTIVATION else Way.GRADIENT
+        return way, min(action.stage, action.peer_stage)
 
     def _told(self, error: Exception, action: Action | None) -> dict[str, Any]:
         where = f"{action}, stage {action.stage}" if action is not None else "start of the run"

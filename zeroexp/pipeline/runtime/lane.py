@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from enum import IntEnum
 
 import torch
@@ -229,11 +230,9 @@ class Inbox:
             tensors = [tensor.to(self._device) for tensor in tensors]
         return Message(structure, tensors)
 
-    def drain(self) -> None:
-        """Take and drop what is still on its way: its sender may be waiting for that."""
+    def drain_next(self) -> None:
+        """Take and drop the next message of a failed run: its sender may be waiting for that."""
         self._arrived.clear()
-        while self.owed:
-            try:
+        if self.owed:
+            with suppress(PeerFailed):
                 self._next("the rest of a failed run")
-            except PeerFailed:
-                return

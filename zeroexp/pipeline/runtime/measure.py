@@ -15,6 +15,7 @@ from zeroexp.pipeline.cut import Layer
 from zeroexp.pipeline.runtime.message import Message, Structure
 from zeroexp.pipeline.runtime.split import Chain, NamedLayer, layer_sizes
 from zeroexp.pipeline.runtime.stage import Stage
+from zeroexp.pipeline.runtime.tree import map_tensors
 
 Out = TypeVar("Out")
 
@@ -30,8 +31,10 @@ def layer_costs(layers: Sequence[NamedLayer], sample: Any, *, repeats: int = 3) 
     given: Any = sample
     for (name, module), sized in zip(layers, layer_sizes(layers), strict=True):
         held = {id(p): p.grad for p in module.parameters()}
+        for parameter in module.parameters():
+            parameter.grad = None
         probe = _Probe(name, module)
-        trials = [probe.run(given) for _ in range(repeats)]
+        trials = [probe.run(_fresh(given)) for _ in range(repeats)]
         for parameter in module.parameters():
             parameter.grad = held[id(parameter)]
         forward, input_grad, weight_grad = (min(times) for times in zip(*trials, strict=True))
@@ -72,7 +75,7 @@ class _Probe:
 
         stage = Stage(0, self._module)
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            stage.forward(0, given)
+            stage.forward(0, _fresh(given))
         self.kept = sum(kept.values())
         stage.forget()
         forward, result = _timed(lambda: stage.forward(0, given))
@@ -88,6 +91,13 @@ class _Probe:
         first, _ = _timed(lambda: stage.backward_input(0, grads))
         second, _ = _timed(lambda: stage.backward_weight(0))
         return forward, first, second
+
+
+def _fresh(given: Any) -> Any:
+    """A layer may change its input in place."""
+    if isinstance(given, Message):
+        return Message(given.structure, [tensor.clone() for tensor in given.tensors])
+    return map_tensors(torch.clone, given)
 
 
 def _timed(call: Callable[[], Out]) -> tuple[float, Out]:

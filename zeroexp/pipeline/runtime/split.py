@@ -90,15 +90,9 @@ def layers_of(model: nn.Module) -> list[NamedLayer]:
 
 
 def layer_sizes(layers: Sequence[NamedLayer]) -> list[Layer]:
-    """Each layer's number of parameters, for a cut by parameters or by layers. A tied one counts
-    where it is first."""
-    seen: set[int] = set()
-    sizes = []
-    for name, layer in layers:
-        fresh = [p for p in layer.parameters() if id(p) not in seen]
-        seen |= {id(p) for p in fresh}
-        sizes.append(Layer(name, sum(p.numel() for p in fresh)))
-    return sizes
+    """Each layer's number of parameters, for a cut by parameters or by layers. A tied one counts in
+    each layer that holds it: each stage has a copy."""
+    return [Layer(name, sum(p.numel() for p in layer.parameters())) for name, layer in layers]
 
 
 def split(model: nn.Module, cut: Cut, held: Sequence[int], *, recompute: bool = False) -> Split:
