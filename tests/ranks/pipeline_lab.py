@@ -16,7 +16,7 @@ from zeroexp.ledger import Ledger
 from zeroexp.pipeline.action import Action, Kind
 from zeroexp.pipeline.cut import cut
 from zeroexp.pipeline.runtime import Channel, Executor, Ties, layers_of, split, split_batch
-from zeroexp.pipeline.runtime.executor import Result
+from zeroexp.pipeline.runtime.run import Result
 from zeroexp.pipeline.runtime.split import layer_sizes
 from zeroexp.pipeline.schedule import Schedule
 from zeroexp.pipeline.schedules.registry import make_schedule

@@ -7,9 +7,10 @@ happens.
 """
 
 from zeroexp.pipeline.runtime.channel import Channel
-from zeroexp.pipeline.runtime.executor import Executor, Result
+from zeroexp.pipeline.runtime.executor import Executor
 from zeroexp.pipeline.runtime.micro_batches import split_batch
 from zeroexp.pipeline.runtime.owner import Owner
+from zeroexp.pipeline.runtime.run import Result
 from zeroexp.pipeline.runtime.split import layers_of, split
 from zeroexp.pipeline.runtime.stage import Stage
 from zeroexp.pipeline.runtime.ties import Ties

@@ -47,6 +47,7 @@ class Channel:
                 "this rank"
             )
         self.ranks = tuple(ranks)
+        self.rank = rank
         self.index = self.ranks.index(rank)
         self.ledger = ledger
         self.timeout = timeout

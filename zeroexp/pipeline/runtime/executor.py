@@ -8,58 +8,29 @@ that every rank raises the first error and nobody hangs.
 
 from __future__ import annotations
 
-import time
-import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from zeroexp.errors import CollectiveTimeout, ModelError, RankMismatch, StageError, ZeroexpError
+from zeroexp.errors import CollectiveTimeout, ModelError
 from zeroexp.pipeline.action import RECEIVES, SENDS, Action, Exchange, Kind
+from zeroexp.pipeline.runtime.agreement import agree
 from zeroexp.pipeline.runtime.channel import Channel
+from zeroexp.pipeline.runtime.failure import Note, failure_of, first_of
 from zeroexp.pipeline.runtime.forwards import forward_lists
 from zeroexp.pipeline.runtime.lane import Inbox, Outbox, PeerFailed, Way
 from zeroexp.pipeline.runtime.message import Message, describe
 from zeroexp.pipeline.runtime.owner import Nobody, Owner
+from zeroexp.pipeline.runtime.run import Result, Run
 from zeroexp.pipeline.runtime.stage import Stage
 from zeroexp.pipeline.schedule import Schedule
-from zeroexp.pipeline.transfers import with_transfers
-from zeroexp.pipeline.validate import validate
 
 Loss = Callable[[Any, Any], Tensor]
 """A micro-batch's mean loss from the last stage's output and its target."""
-
-_BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-
-
-@dataclass(frozen=True)
-class Result:
-    """``loss`` is the weighted mean over micro-batches, the same on every rank (None without a loss
-    function); ``outputs`` the last stage's, on its rank after an evaluation."""
-
-    loss: float | None
-    outputs: list[Any] | None = None
-
-
-@dataclass
-class _Run:
-    """What one run has in hand."""
-
-    inputs: Sequence[Any] | None
-    targets: Sequence[Any] | None
-    seeds: list[float]
-    weights: list[float]
-    handed: dict[tuple[Way, int, int], Any]
-    """Values between two stages of this rank: (way, boundary, micro-batch)."""
-    losses: dict[int, Tensor]
-    outputs: dict[int, Any]
-    last_backward: dict[int, Action]
-    training: bool = True
 
 
 class Executor:
@@ -86,11 +57,11 @@ class Executor:
         self._loss = loss
         self._owner: Owner = owner or Nobody()
         self._last = schedule.num_stages - 1
-        self.schedule = self._agreed(schedule)
+        self.schedule = agree(schedule, channel, self._check)
         self._outboxes: dict[tuple[Way, int], Outbox] = {}
         self._inboxes: dict[tuple[Way, int], Inbox] = {}
         self._open_lanes()
-        self._do: dict[Kind, Callable[[_Run, Action], None]] = {
+        self._do: dict[Kind, Callable[[Run, Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward_input,
@@ -106,32 +77,6 @@ class Executor:
         self._plan = _flat(self.schedule.lists[self.rank])
 
     # -- construction ------------------------------------------------------------------------------
-
-    def _agreed(self, schedule: Schedule) -> Schedule:
-        """The schedule with its transfers, once every rank has found that it can run it."""
-        problem: ZeroexpError | None = None
-        try:
-            if schedule.num_ranks > 1 and not schedule.has_transfers:
-                schedule = with_transfers(schedule)
-            validate(schedule)
-            self._check(schedule)
-        except ZeroexpError as error:
-            problem = error
-        lists = zlib.crc32(str(schedule).encode())
-        said = [schedule.name, list(schedule.rank_of), schedule.micro_batches, lists]
-        note = [*said, None if problem is None else str(problem)]
-        notes = self.channel.exchange_notes(note, "the pipeline's schedule")
-        if problem is not None:
-            raise problem
-        for rank, (*theirs, wrong) in enumerate(notes):
-            if wrong is not None:
-                raise ModelError(f"rank {self.channel.ranks[rank]}: {wrong}")
-            if theirs != said:
-                raise RankMismatch(
-                    f"rank {self.channel.ranks[rank]} was given schedule {_named(theirs)}, rank "
-                    f"{self._global_rank} {_named(said)}: give every rank the same"
-                )
-        return schedule
 
     def _check(self, schedule: Schedule) -> None:
         if schedule.num_ranks != self.channel.size:
@@ -193,15 +138,14 @@ class Executor:
         Raises :class:`StageError` on every rank when an action fails on any; gradients are then
         incomplete. The next run finds the channel at rest.
         """
-        count = self.schedule.micro_batches
-        run = _Run(inputs, targets, [], [], {}, {}, {}, self._last_backwards())
+        run = self._new_run(inputs, targets, weights, training=True)
+        run.last_backward = self._last_backwards()
         for stage in self.stages.values():
             stage.forget()
 
         def prepare() -> None:
-            self._take_batch(run, count, weights)
-            total = sum(run.weights) if divisor is None else divisor
-            run.seeds = [scale * weight / total for weight in run.weights]
+            run.check()
+            run.seed(scale, divisor)
 
         return self._carry_out(run, self._plan, prepare)
 
@@ -215,29 +159,25 @@ class Executor:
     ) -> Result:
         """Forward only, of any number of micro-batches (default: those of the schedule).
         Without ``targets`` there is no loss."""
-        count = self.schedule.micro_batches if micro_batches is None else micro_batches
-        run = _Run(inputs, targets, [], [], {}, {}, {}, {}, training=False)
-        entries = forward_lists(self.schedule.rank_of, count)[self.rank]
-        return self._carry_out(run, entries, lambda: self._take_batch(run, count, weights))
+        run = self._new_run(inputs, targets, weights, training=False, count=micro_batches)
+        actions = forward_lists(self.schedule.rank_of, run.count)[self.rank]
+        return self._carry_out(run, actions, run.check)
 
-    def _take_batch(self, run: _Run, count: int, weights: Sequence[float] | None) -> None:
-        for what, values, stage in (
-            ("inputs", run.inputs, 0),
-            ("targets", run.targets, self._last),
-        ):
-            needed = stage in self.stages and (what == "inputs" or run.training)
-            if values is None and needed:
-                raise ModelError(f"stage {stage} needs the micro-batches' {what}")
-            if values is not None and stage in self.stages and len(values) != count:
-                raise ModelError(f"{len(values)} {what} were given for {count} micro-batches")
-        if weights is not None and self._last in self.stages and len(weights) != count:
-            raise ModelError(f"{len(weights)} weights were given for {count} micro-batches")
-        run.weights = [1.0] * count if weights is None else [float(w) for w in weights]
-        if self._last in self.stages and not sum(run.weights) > 0:
-            raise ModelError(f"the weights of the micro-batches' losses sum to {sum(run.weights)}")
+    def _new_run(
+        self,
+        inputs: Sequence[Any] | None,
+        targets: Sequence[Any] | None,
+        weights: Sequence[float] | None,
+        *,
+        training: bool,
+        count: int | None = None,
+    ) -> Run:
+        count = self.schedule.micro_batches if count is None else count
+        first, last = 0 in self.stages, self._last in self.stages
+        return Run(count, first, last, inputs, targets, weights, training)
 
     def _carry_out(
-        self, run: _Run, actions: Sequence[Action], prepare: Callable[[], None]
+        self, run: Run, actions: Sequence[Action], prepare: Callable[[], None]
     ) -> Result:
         owed = Counter((action.kind, action.stage) for action in actions if action.is_transfer)
         for (way, boundary), outbox in self._outboxes.items():
@@ -246,7 +186,7 @@ class Executor:
         for (way, boundary), inbox in self._inboxes.items():
             kind = Kind.RECV_ACTIVATION if way is Way.ACTIVATION else Kind.RECV_GRADIENT
             inbox.begin(owed[kind, boundary + (way is Way.ACTIVATION)])
-        failure: dict[str, Any] | None = None
+        failure: Note | None = None
         cause: Exception | None = None
         action: Action | None = None
         try:
@@ -259,13 +199,14 @@ class Executor:
             raise  # a rank is gone or elsewhere: there is nobody to agree with
         except Exception as error:
             cause = error
-            failure = self._told(error, action)
+            failure = failure_of(error, action, self.channel.rank)
         try:
             if failure is not None:
                 self._give_up(actions)
             for outbox in self._outboxes.values():
                 outbox.flush()
-            rows = self.channel.exchange(self._row(run, failure), "end of the pipeline's run")
+            row = run.row(failed=failure is not None)
+            rows = self.channel.exchange(row, "end of the pipeline's run")
             notes = None
             if rows[:, 0].any():
                 notes = self.channel.exchange_notes(failure, "errors of the pipeline's run")
@@ -274,8 +215,9 @@ class Executor:
                 raise
             notes = [failure]  # nobody to agree with, but this rank has an error of its own
         if notes is not None:
-            raise self._first(notes) from self._own(notes, cause)
-        return self._result(run, rows)
+            first = first_of(notes)
+            raise first from cause if first.rank == self.channel.rank else None
+        return run.result(rows)
 
     def _give_up(self, actions: Sequence[Action]) -> None:
         """Tell who waits for this rank, and take what others still send it, in the list's order: in
@@ -297,50 +239,6 @@ class Executor:
         way = Way.ACTIVATION if action.kind is Kind.RECV_ACTIVATION else Way.GRADIENT
         return way, min(action.stage, action.peer_stage)
 
-    def _told(self, error: Exception, action: Action | None) -> dict[str, Any]:
-        where = f"{action}, stage {action.stage}" if action is not None else "start of the run"
-        return {
-            "at": time.time(),
-            "text": f"rank {self.channel.ranks[self.rank]}, {where}: "
-            f"{type(error).__name__}: {error}",
-            "stage": None if action is None else action.stage,
-            "action": None if action is None else str(action),
-            "rank": self.channel.ranks[self.rank],
-        }
-
-    def _row(self, run: _Run, failure: dict[str, Any] | None) -> Tensor:
-        """What all ranks tell each other at the end: (failed, loss, whether there is one)."""
-        row = torch.zeros(3, dtype=torch.float64)
-        if failure is not None:
-            row[0] = 1
-        elif run.losses:
-            order = sorted(run.losses)
-            losses = torch.stack([run.losses[m].reshape(()) for m in order]).double().cpu()
-            share = torch.tensor([run.weights[m] for m in order], dtype=torch.float64)
-            row[1], row[2] = (losses * share).sum() / share.sum(), 1
-        return row
-
-    def _result(self, run: _Run, rows: Tensor) -> Result:
-        known = rows[rows[:, 2] > 0, 1]
-        outputs = [run.outputs[m] for m in sorted(run.outputs)] if run.outputs else None
-        return Result(float(known[0]) if known.numel() else None, outputs)
-
-    def _first(self, notes: Sequence[dict[str, Any] | None]) -> StageError:
-        """The earliest error of all ranks."""
-        first = min((note for note in notes if note), key=lambda note: float(note["at"]))
-        return StageError(
-            first["text"], stage=first["stage"], action=first["action"], rank=first["rank"]
-        )
-
-    def _own(
-        self, notes: Sequence[dict[str, Any] | None], cause: Exception | None
-    ) -> Exception | None:
-        return cause if self._first(notes).rank == self._global_rank else None
-
-    @property
-    def _global_rank(self) -> int:
-        return self.channel.ranks[self.rank]
-
     def _last_backwards(self) -> dict[int, Action]:
         """For each stage the action that adds its last gradients."""
         return {
@@ -351,7 +249,7 @@ class Executor:
 
     # -- actions -----------------------------------------------------------------------------------
 
-    def _forward(self, run: _Run, action: Action) -> None:
+    def _forward(self, run: Run, action: Action) -> None:
         s, m = action.stage, _micro_batch(action)
         given = (
             run.inputs[m]
@@ -368,7 +266,7 @@ class Executor:
                 result = describe(self.stages[s].evaluate(given, None)[0])
         self._hand_on(run, Way.ACTIVATION, s, m, result)
 
-    def _last_forward(self, run: _Run, given: Any, m: int) -> None:
+    def _last_forward(self, run: Run, given: Any, m: int) -> None:
         loss, target = self._loss, None
         if run.targets is not None:
             target = run.targets[m]
@@ -384,37 +282,37 @@ class Executor:
             if value is not None:
                 run.losses[m] = value
 
-    def _backward(self, run: _Run, action: Action) -> None:
+    def _backward(self, run: Run, action: Action) -> None:
         s, m = action.stage, _micro_batch(action)
         grads = self._output_grads(run, s, m)
         with self._owner.backward(s, m, action.kind, run.last_backward[s] == action):
             back = self.stages[s].backward(m, grads)
         self._hand_back(run, s, m, back)
 
-    def _backward_input(self, run: _Run, action: Action) -> None:
+    def _backward_input(self, run: Run, action: Action) -> None:
         s, m = action.stage, _micro_batch(action)
         grads = self._output_grads(run, s, m)
         with self._owner.backward(s, m, action.kind, False):
             back = self.stages[s].backward_input(m, grads)
         self._hand_back(run, s, m, back)
 
-    def _backward_weight(self, run: _Run, action: Action) -> None:
+    def _backward_weight(self, run: Run, action: Action) -> None:
         s, m = action.stage, _micro_batch(action)
         with self._owner.backward(s, m, action.kind, run.last_backward[s] == action):
             self.stages[s].backward_weight(m)
 
-    def _output_grads(self, run: _Run, s: int, m: int) -> list[Tensor | None]:
+    def _output_grads(self, run: Run, s: int, m: int) -> list[Tensor | None]:
         if s < self._last:
             structure, tensors = self._arrived(run, Way.GRADIENT, s, m)
             return [tensors[at] if kind == "t" else None for kind, at in structure.shape[1]]
         loss = run.losses[m]
         return [torch.full_like(loss, run.seeds[m])]
 
-    def _hand_back(self, run: _Run, s: int, m: int, grads: list[Tensor | None]) -> None:
+    def _hand_back(self, run: Run, s: int, m: int, grads: list[Tensor | None]) -> None:
         if s:
             self._hand_on(run, Way.GRADIENT, s - 1, m, describe(grads))
 
-    def _hand_on(self, run: _Run, way: Way, boundary: int, m: int, message: Message) -> None:
+    def _hand_on(self, run: Run, way: Way, boundary: int, m: int, message: Message) -> None:
         """Keep a result until the list sends it, or the rank's other stage uses it."""
         if way is Way.ACTIVATION and (way, boundary) not in self._outboxes:
             # The next stage may change its input in place, this stage's graph may have saved it.
@@ -422,30 +320,25 @@ class Executor:
             message = Message(structure, [tensor.detach().clone() for tensor in tensors])
         run.handed[way, boundary, m] = message
 
-    def _arrived(self, run: _Run, way: Way, boundary: int, m: int) -> Message:
+    def _arrived(self, run: Run, way: Way, boundary: int, m: int) -> Message:
         inbox = self._inboxes.get((way, boundary))
         if inbox is not None:
             return inbox.take(m)
         message: Message = run.handed.pop((way, boundary, m))
         return message
 
-    def _send(self, way: Way, run: _Run, action: Action) -> None:
+    def _send(self, way: Way, run: Run, action: Action) -> None:
         m = _micro_batch(action)
         boundary = min(action.stage, action.peer_stage)
         structure, tensors = run.handed.pop((way, boundary, m))
         self._outboxes[way, boundary].send(structure, tensors, self._what(action))
 
-    def _recv(self, way: Way, run: _Run, action: Action) -> None:
+    def _recv(self, way: Way, run: Run, action: Action) -> None:
         boundary = min(action.stage, action.peer_stage)
         self._inboxes[way, boundary].expect(_micro_batch(action), self._what(action))
 
     def _what(self, action: Action) -> str:
-        return f"pipeline {action} on rank {self._global_rank}"
-
-
-def _named(said: Sequence[Any]) -> str:
-    name, ranks, micro_batches, lists = said
-    return f"{name} (stages on ranks {ranks}, {micro_batches} micro-batches, lists {lists:08x})"
+        return f"pipeline {action} on rank {self.channel.rank}"
 
 
 def _flat(entries: Sequence[Any]) -> Sequence[Action]:
