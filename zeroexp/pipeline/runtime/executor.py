@@ -157,8 +157,11 @@ class Executor:
         micro_batches: int | None = None,
         weights: Sequence[float] | None = None,
     ) -> Result:
-        """Forward only, of any number of micro-batches (default: those of the schedule).
-        Without ``targets`` there is no loss."""
+        """Forward only, of any number of micro-batches (default: the schedule's).
+
+        With ``targets`` the loss is known on every rank; without, the last stage's rank has the
+        outputs.
+        """
         run = self._new_run(inputs, targets, weights, training=False, count=micro_batches)
         actions = forward_lists(self.schedule.rank_of, run.count)[self.rank]
         return self._carry_out(run, actions, run.check)
@@ -200,6 +203,7 @@ class Executor:
         except Exception as error:
             cause = error
             failure = failure_of(error, action, self.channel.rank)
+        notes: Sequence[Note | None] | None = None
         try:
             if failure is not None:
                 self._give_up(actions)
@@ -207,7 +211,6 @@ class Executor:
                 outbox.flush()
             row = run.row(failed=failure is not None)
             rows = self.channel.exchange(row, "end of the pipeline's run")
-            notes = None
             if rows[:, 0].any():
                 notes = self.channel.exchange_notes(failure, "errors of the pipeline's run")
         except CollectiveTimeout:
@@ -267,20 +270,19 @@ class Executor:
         self._hand_on(run, Way.ACTIVATION, s, m, result)
 
     def _last_forward(self, run: Run, given: Any, m: int) -> None:
-        loss, target = self._loss, None
-        if run.targets is not None:
-            target = run.targets[m]
         loss_of = None
-        if loss is not None and run.targets is not None:
-            loss_of = partial(_with_target, loss, target)
+        if self._loss is not None and run.targets is not None:
+            loss_of = partial(_with_target, self._loss, run.targets[m])
         stage = self.stages[self._last]
         with self._owner.forward(self._last, m):
             if run.training:
                 run.losses[m] = cast(Tensor, stage.forward(m, given, loss_of))
                 return
-            run.outputs[m], value = stage.evaluate(given, loss_of)
-            if value is not None:
-                run.losses[m] = value
+            output, value = stage.evaluate(given, loss_of)
+        if value is None:
+            run.outputs[m] = output
+        else:
+            run.losses[m] = value
 
     def _backward(self, run: Run, action: Action) -> None:
         s, m = action.stage, _micro_batch(action)

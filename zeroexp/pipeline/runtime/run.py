@@ -17,8 +17,8 @@ from zeroexp.pipeline.runtime.message import Message
 
 @dataclass(frozen=True)
 class Result:
-    """``loss`` is the weighted mean over micro-batches, the same on every rank (None without a loss
-    function); ``outputs`` the last stage's, on its rank after an evaluation."""
+    """``loss`` is the weighted mean over micro-batches, the same on every rank (None without
+    targets); ``outputs`` the last stage's, on its rank after an evaluation without targets."""
 
     loss: float | None
     outputs: list[Any] | None = None
