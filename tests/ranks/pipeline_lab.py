@@ -48,9 +48,11 @@ class Pipe:
         recompute: bool = False,
         timeout: float = 30.0,
         owner: Any = None,
+        members: Sequence[int] | None = None,
     ) -> None:
         self.ledger = Ledger()
-        self.channel = Channel.open(list(range(dist.get_world_size())), self.ledger, timeout)
+        members = range(dist.get_world_size()) if members is None else members
+        self.channel = Channel.open(members, self.ledger, timeout)
         where = cut(layer_sizes(layers_of(model)), schedule.num_stages, by)
         held = schedule.stages_of(self.channel.index)
         self.split = split(model, where, held, recompute=recompute)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pipeline_lab import (
     SCHEDULES,
     Pipe,
@@ -225,6 +226,34 @@ def test_dropout_is_the_same_again_and_with_recompute(ranks, name):
     for a, b, c in zip(first, again, recomputed, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
         assert all(torch.allclose(x, y, atol=1e-7) for x, y in zip(a, c, strict=True))
+
+
+def two_pipes(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Ranks 0 and 1 hold the first half of the model for two halves of the batch, 2 and 3 the
+    second: the caller's data-parallel groups are (0, 1) and (2, 3)."""
+    data = rank() % 2
+    pipe = Pipe(tall_mlp(), scheduled(name, 2, 2), members=[data, data + 2])
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    optimizer = torch.optim.SGD(pipe.parameters.values(), lr=LR)
+    losses = []
+    for x, y in regression_batches(3, 8):
+        losses.append(pipe.run(x.chunk(2)[data], y.chunk(2)[data]).loss or 0.0)
+        for parameter in pipe.parameters.values():
+            dist.all_reduce(parameter.grad, group=groups[rank() // 2])
+            parameter.grad /= 2
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, pipe.weights()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_v"])
+def test_two_pipes_side_by_side(ranks, name):
+    losses, weights = plain_losses(tall_mlp(), regression_batches(3, 8), F.mse_loss, LR)
+    found = ranks(4)(two_pipes, name)
+    assert furthest(gather_weights([w for _, w in found]), weights) <= 1e-12
+    assert found[0][0] == found[2][0] and found[1][0] == found[3][0]
+    for a, b, whole in zip(found[0][0], found[1][0], losses, strict=True):
+        assert (a + b) / 2 == pytest.approx(whole, abs=1e-12)
 
 
 def weighted(name: str) -> tuple[float | None, dict[str, Tensor], float | None]:
