@@ -78,6 +78,27 @@ class ScheduleError(ZeroexpError):
         self.action = action
 
 
+class StageError(ZeroexpError):
+    """A stage of the pipeline failed; every rank raises the same, where it failed with the cause.
+
+    ``rank`` is the global rank on which it failed, ``stage`` and ``action`` (its text, ``F3.1``)
+    what failed there; None before the first action.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        stage: int | None = None,
+        action: str | None = None,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.action = action
+        self.rank = rank
+
+
 class RankMismatch(ZeroexpError):
     """The ranks disagree about something they must agree on (model, order, shapes)."""
 

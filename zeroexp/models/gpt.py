@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from zeroexp.config.sections import ModelConfig
 from zeroexp.errors import ModelError
 from zeroexp.models.gpt_family import head_dim
+from zeroexp.models.gpt_layers import BlockLayer, Embed, RotaryTables
 from zeroexp.models.layers import INIT_STD, Embedding, Linear, rotary_tables, rotate
 from zeroexp.models.loss import next_token_loss
 
@@ -152,6 +153,21 @@ class GPT(nn.Module):
             self.head: nn.Module = TiedHead(self.embedding)
         else:
             self.head = Linear(model.dim, model.vocab_size, bias=False)
+
+    def pipeline_layers(self) -> list[tuple[str, nn.Module]]:
+        """Embedding, blocks, norm and head, for a pipeline to cut between: tokens (B, L, int64)
+        in, logits (B, L, V) out."""
+        tables = RotaryTables(self.head_dim) if self.positions is None else None
+        blocks = [
+            BlockLayer(block, tables, recompute=self.recompute, draws=self.draws_random)
+            for block in self.blocks
+        ]
+        return [
+            ("embedding", Embed(self.embedding, self.positions, self.dropout)),
+            *((f"blocks.{i}", layer) for i, layer in enumerate(blocks)),
+            ("norm", self.norm),
+            ("head", self.head),
+        ]
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits (B, L, V) of ``tokens`` (B, L, int64), or with ``targets`` (B, L, int64) the mean
