@@ -67,7 +67,7 @@ def read_statistics(
 ) -> dict[str, Numbers]:
     """What every layer did since the last reset, by path.
 
-    ``group``: its ranks call this together and get what they did together (one all-reduce).
+    ``group``: its ranks call this together and get what they did together (one exchange).
     """
     layers = moe_layers(model)
     if not layers:
@@ -75,9 +75,7 @@ def read_statistics(
     sums = torch.cat([layer.statistics.sums() for layer in layers.values()])
     if group is not None and group.size > 1:
         device = next(model.parameters()).device
-        sums = sums.to(device)
-        group.all_reduce(sums, tag=0, what="statistics of the experts").wait()
-        sums = sums.cpu()
+        sums = group.exchange(sums.to(device), "statistics of the experts").sum(0).cpu()
     if reset:
         for layer in layers.values():
             layer.statistics.reset()
