@@ -22,7 +22,7 @@ from zeroexp.config import Config
 from zeroexp.errors import ModelError, OptimizerError
 from zeroexp.layout import Layout
 from zeroexp.ledger import Ledger
-from zeroexp.moe import moe_layers, name_layers, update_biases
+from zeroexp.moe import experts_left_out, moe_layers, name_layers, update_biases
 from zeroexp.optim.face import Collect, Face, state_left_behind
 from zeroexp.optim.groups import group_numbers
 from zeroexp.placement import Tier, place
@@ -185,6 +185,14 @@ class Engine:
         self._attachment = Attachment(self.model, self.residency, hooks, root, self._forward_begins)
         name_layers(module)
         self._has_experts = bool(moe_layers(module))
+        left_out = experts_left_out(module, groups) if self.optimizers else []
+        if left_out and self.rank == 0:
+            _LOG.warning(
+                "no optimizer holds %s (%d parameters of experts): they will never be stepped. "
+                "Build the optimizer after the experts, or freeze them with requires_grad_(False)",
+                left_out[0],
+                len(left_out),
+            )
         self._closed = self._warned = False
         self.scheduler: Any = None
         """A learning-rate scheduler that :meth:`step` advances after each applied step, if set."""

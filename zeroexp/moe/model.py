@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from fractions import Fraction
 
@@ -46,6 +46,16 @@ def expert_parameters(model: nn.Module) -> Iterator[ExpertParameter]:
     for path, layer in moe_layers(model).items():
         for found in layer.expert_parameters():
             yield replace(found, name=f"{path}.{found.name}" if path else found.name)
+
+
+def experts_left_out(model: nn.Module, stepped: Container[int]) -> list[str]:
+    """Names of expert parameters that want gradients and that nothing steps; ``stepped`` has the
+    ``id`` of those that an optimizer holds."""
+    return [
+        found.name
+        for found in expert_parameters(model)
+        if found.parameter.requires_grad and id(found.parameter) not in stepped
+    ]
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
