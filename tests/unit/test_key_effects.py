@@ -64,7 +64,7 @@ def loss(config: Config) -> Any:
     model = build(config.model, config.moe, seed=config.trainer.seed)
     torch.manual_seed(0)
     tokens = torch.arange(32).reshape(2, 16) % 60
-    return [float(model.train(mode)(tokens, (tokens + 1) % 60)) for mode in (True, False)]
+    return [model.train(mode)(tokens, (tokens + 1) % 60).item() for mode in (True, False)]
 
 
 def gates(config: Config) -> Any:
