@@ -71,7 +71,7 @@ def gates(config: Config) -> Any:
     """What the gates add to that loss, and their biases after a step."""
     model = build(config.model, config.moe, seed=config.trainer.seed)
     model(torch.arange(32).reshape(2, 16) % 60)
-    added = float(auxiliary_loss(model))
+    added = auxiliary_loss(model).item()
     update_biases(model)
     return added, {name: buffer.tolist() for name, buffer in model.named_buffers()}
 
