@@ -19,8 +19,11 @@ from zeroexp.errors import ConfigError, Problem
 from zeroexp.models.build import build, seeded
 from zeroexp.models.loss import num_targets
 from zeroexp.models.specs import is_built_in
+from zeroexp.moe import auxiliary_loss
 from zeroexp.optim.build import build as build_optimizer
 from zeroexp.optim.schedules import schedule
+
+_RANDOM = "random_state"
 
 
 class LanguageModule(pl.LightningModule):
@@ -36,11 +39,13 @@ class LanguageModule(pl.LightningModule):
         self.config = config
         self.model: nn.Module | None = None
         self._val_sums = torch.zeros(2, dtype=torch.float64)  # summed loss, targets
+        self._random: Tensor | None = None  # of the checkpoint that is resumed
 
     def configure_model(self) -> None:
         if self.model is None:
             self.model = build(
                 self.config.model,
+                self.config.moe,
                 seed=self.config.trainer.seed,
                 recompute=self.config.recompute.kind == "full",
             )
@@ -53,9 +58,33 @@ class LanguageModule(pl.LightningModule):
         output: Tensor = self.model(tokens, targets)
         return output
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | dict[str, Tensor]:
+        """The mean loss in nats. With experts, under ``loss`` what is trained for, under
+        ``task_loss`` that mean, and under ``auxiliary_loss`` what the gates add to it."""
         loss: Tensor = self(batch["tokens"], batch["targets"])
-        return loss
+        if self.config.moe.kind == "none":
+            return loss
+        assert self.model is not None  # for the type checker: it has just been called
+        added = auxiliary_loss(self.model)
+        return {
+            "loss": loss + added,
+            "task_loss": loss.detach(),
+            "auxiliary_loss": added.detach(),
+        }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # Ranks have the same state: each of them mixes its own number into what it draws.
+        checkpoint[_RANDOM] = torch.get_rng_state()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint.get(_RANDOM)
+        self._random = None if state is None else state.clone()
+
+    def on_train_start(self) -> None:
+        # Not earlier: building and sharding the model may draw.
+        if self._random is not None:
+            torch.set_rng_state(self._random)
+            self._random = None
 
     def on_validation_epoch_start(self) -> None:
         self._val_sums = torch.zeros(2, dtype=torch.float64, device=self.device)

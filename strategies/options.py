@@ -16,13 +16,14 @@ from zeroexp.config import Config, load
 from zeroexp.errors import ConfigError, Problem
 
 # Sections of a configuration that a strategy reads, and where the others belong.
-SECTIONS = ("zero", "offload", "precision", "pipeline", "moe", "launch")
+SECTIONS = ("zero", "offload", "precision", "pipeline", "launch")
 _ELSEWHERE = {
     "trainer": "Give it to the Trainer (or Fabric).",
     "optim": "Return the optimizer from configure_optimizers.",
     "schedule": "Return the scheduler from configure_optimizers.",
     "data": "The dataloaders decide.",
     "model": "The LightningModule is the model.",
+    "moe": "Build zeroexp.moe.MoE layers in the model.",
     "recompute": "Call torch.utils.checkpoint in the model.",
     "checkpoint": "Add a ModelCheckpoint callback, and ckpt_path to fit.",
     "logger": "Give a logger to the Trainer.",

@@ -186,7 +186,8 @@ def test_a_typo_in_hydras_own_settings() -> None:
         ("offload=ssd", "offload", "ssd is not an option. Options: cpu, cpu_params, none, nvme,"),
         ("offload=nvme_param", "offload", "Did you mean  offload=nvme_params?"),
         ("offload=null", "offload", "null is not an option. Off is offload=none."),
-        ("moe=top2", "moe", "arrives with mixture of experts."),
+        ("moe=top3", "moe", "top3 is not an option. Did you mean  moe=top"),
+        ("pipeline=1f1b", "pipeline", "arrives with pipeline parallelism."),
         (
             "recompute=selective",
             "recompute",
@@ -241,7 +242,7 @@ def test_every_fault_of_a_long_command_line_is_reported_once() -> None:
         "data.batch_size=7",
         "--foo",
         "model.heads=3",
-        "moe=top1",
+        "moe=top3",
     )
     assert sorted(key for key, _ in found) == [
         "--foo",

@@ -72,6 +72,7 @@ def test_options_hold_the_names_users_rely_on() -> None:
         "precision": "auto fp32 bf16 fp16 bf16_pure",
         "offload": "none cpu nvme cpu_params nvme_params",
         "recompute": "none full",
+        "moe": "none top1 top2 topk sigmoid expert_choice",
         "optim": "adamw adam sgd lion adagrad rmsprop",
         "schedule": "constant linear warmup_cosine inverse_sqrt one_cycle",
         "model": "gpt_tiny gpt_small gpt_medium gpt_xl mlp external",

@@ -22,6 +22,24 @@ STEPPED = {
 }
 EXTERNAL = {"model.kind": "external", "model.target": "a.b:C"}
 
+GPT = {"model.kind": "gpt", "model.target": None}
+MOE_KEYS: dict[str, Any] = {
+    "experts": 4,
+    "top_k": 3,
+    "every": 2,
+    "capacity_factor": 2.0,
+    "eval_capacity_factor": 2.0,
+    "min_capacity": 1,
+    "priority": "probs",
+    "jitter": 0.1,
+    "shared": 1,
+    "residual": True,
+    "balance_loss": 0.5,
+    "z_loss": 0.1,
+    "sequence_loss": 0.1,
+    "bias_rate": 0.1,
+}
+
 # What breaks, the key that is reported, words of the message, and what mends it.
 CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
@@ -369,6 +387,67 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"model.kind": "external"},
     ),
     ({"model.kwargs.a": 1}, "model.kwargs", "does nothing with model.kind=gpt", EXTERNAL),
+    ({"moe.kind": "top1", "model.kind": "mlp"}, "moe.kind", "a model of kind gpt", GPT),
+    ({"moe.kind": "top1", **EXTERNAL}, "moe.kind", "zeroexp.moe.MoE in your module", GPT),
+    (
+        {"moe.kind": "topk", "moe.top_k": 5, "moe.experts": 4},
+        "moe.top_k",
+        "5 of 4 experts. Use 1 to 4, or at least moe.experts=5",
+        {"moe.experts": 5},
+    ),
+    ({"moe.kind": "top2", "moe.experts": 1}, "moe.top_k", "use moe=top1", {"moe.kind": "top1"}),
+    (
+        {"moe.kind": "top2", "moe.every": 5, "model.layers": 4},
+        "moe.every",
+        "no block of 4 is number 5. Use 1 to 4",
+        {"moe.every": 4},
+    ),
+    *(
+        (
+            {"moe.kind": "topk", f"moe.{name}": value},
+            f"moe.{name}",
+            "without a capacity",
+            {"moe.eval_capacity_factor": 2.0},
+        )
+        for name, value in {"min_capacity": 8, "priority": "probs"}.items()
+    ),
+    (
+        {"moe.kind": "top2", "moe.expert_parallel": 2, "trainer.devices": 2},
+        "moe.expert_parallel",
+        "arrives with expert parallelism. Use 1",
+        {"moe.expert_parallel": 1},
+    ),
+    *(
+        (
+            {f"moe.{name}": value},
+            f"moe.{name}",
+            "does nothing with moe.kind=none",
+            {"moe.kind": "topk", "moe.capacity_factor": 1.5},
+        )
+        for name, value in MOE_KEYS.items()
+    ),
+    (
+        {"moe.expert_parallel": 2},
+        "moe.expert_parallel",
+        "moe.kind=none",
+        {"moe.expert_parallel": 1},
+    ),
+    *(
+        (
+            {f"moe.{name}": value, "moe.kind": kind},
+            f"moe.{name}",
+            f"does nothing with moe.kind={kind}",
+            {"moe.kind": "topk", "moe.capacity_factor": 1.5},
+        )
+        for kind, name, value in (
+            ("top2", "top_k", 3),
+            ("top2", "bias_rate", 0.1),
+            ("expert_choice", "balance_loss", 0.1),
+            ("expert_choice", "sequence_loss", 0.1),
+            ("expert_choice", "bias_rate", 0.1),
+            ("expert_choice", "priority", "probs"),
+        )
+    ),
     ({"data.path": "a"}, "data.path", "does nothing with data.kind=stdlib", {"data.kind": "text"}),
     (
         {"data.dtype": "int32", "data.kind": "text", "data.path": "a"},
@@ -407,8 +486,10 @@ def test_a_combination_that_cannot_run_is_refused_and_its_neighbour_is_not(
     Config.from_mapping({**broken, **mend})
 
 
-# What a command line refuses for a default: asserted in test_compose.py and below.
+# What a command line refuses for a default: asserted in test_compose.py and below,
+# as is what breaks several rules.
 DEFAULTS: list[dict[str, Any]] = [
+    {"moe.kind": "top2", "moe.experts": 3, "moe.expert_parallel": 2},
     {"trainer.devices": 5},
     {"zero.stage": 3, "offload.kind": "nvme", "offload.step_in_backward": True},
 ]
@@ -439,6 +520,22 @@ def test_every_rule_reads_the_keys_it_names() -> None:
     from zeroexp.config.tree import KEYS
 
     assert [path for rule in RULES for path in (*rule.reads, rule.key) if path not in KEYS] == []
+
+
+def test_experts_and_ranks_that_do_not_divide_over_a_group() -> None:
+    """Issue 5: experts not divisible by the group, a group that does not divide the ranks."""
+    keys = {"moe.kind": "top2", "moe.experts": 6, "moe.expert_parallel": 4, "trainer.devices": 6}
+    with pytest.raises(ConfigError) as caught:
+        Config.from_mapping(keys)
+    found = [f"{p.key} {p.problem} {p.fix}" for p in caught.value.problems]
+    assert found[0] == (
+        "moe.experts 6 do not divide over 4 ranks (moe.expert_parallel). Use 4 or 8, or "
+        "moe.expert_parallel=1, 2, 3 or 6."
+    )
+    assert found[1] == "moe.expert_parallel 4 does not divide 6 data ranks. Use 1, 2, 3 or 6."
+    for bad in ({"moe.capacity_factor": 0}, {"moe.capacity_factor": -1.0}):
+        with pytest.raises(ConfigError, match="capacity_factor"):
+            Config.from_mapping({"moe.kind": "top2", **bad})
 
 
 # rules of a run that starts on this machine

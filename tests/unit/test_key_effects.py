@@ -19,6 +19,7 @@ from zeroexp.data.loader import Loaders
 from zeroexp.engine import Engine
 from zeroexp.errors import ConfigError
 from zeroexp.models.build import build
+from zeroexp.moe import auxiliary_loss, update_biases
 from zeroexp.optim.build import build as build_optimizer
 from zeroexp.optim.schedules import schedule
 from zeroexp.precision.scaler import LossScale
@@ -59,11 +60,20 @@ def plan(config: Config) -> Any:
 
 
 def loss(config: Config) -> Any:
-    """The loss of an untrained model on fixed tokens."""
-    model = build(config.model, seed=config.trainer.seed)
+    """The loss of an untrained model on fixed tokens, in training and in eval."""
+    model = build(config.model, config.moe, seed=config.trainer.seed)
     torch.manual_seed(0)
     tokens = torch.arange(32).reshape(2, 16) % 60
-    return float(model(tokens, (tokens + 1) % 60))
+    return [model.train(mode)(tokens, (tokens + 1) % 60).item() for mode in (True, False)]
+
+
+def gates(config: Config) -> Any:
+    """What the gates add to that loss, and their biases after a step."""
+    model = build(config.model, config.moe, seed=config.trainer.seed)
+    model(torch.arange(32).reshape(2, 16) % 60)
+    added = auxiliary_loss(model).item()
+    update_biases(model)
+    return added, {name: buffer.tolist() for name, buffer in model.named_buffers()}
 
 
 def optimizer(config: Config) -> Any:
@@ -209,6 +219,8 @@ FOUR = {"trainer.devices": 4}
 STAGE3 = {**FOUR, "zero.stage": 3}
 FP16 = {"precision.compute": "fp16", "precision.loss_scale.interval": 2}
 SGD = {"optim.kind": "sgd"}
+TOPK = {"moe.kind": "topk"}
+TIGHT = {**TOPK, "moe.capacity_factor": 0.25}
 CPU = {"offload.kind": "cpu"}
 ON_DISK = {
     "offload.kind": "nvme_params",
@@ -255,7 +267,22 @@ EFFECTS: dict[str, Changes | Asserted] = {
     "offload.nvme.threads": Changes(swap_files, 2, ON_DISK),
     "offload.nvme.checksum": Changes(swap_files, False, ON_DISK),
     "pipeline.kind": Changes(message, "1f1b"),
-    "moe.kind": Changes(message, "topk"),
+    "moe.kind": Changes(plan, "topk"),
+    "moe.experts": Changes(plan, 4, TOPK),
+    "moe.top_k": Changes(loss, 3, TOPK),
+    "moe.every": Changes(plan, 2, TOPK),
+    "moe.capacity_factor": Changes(loss, 0.25, TOPK),
+    "moe.eval_capacity_factor": Changes(loss, 0.25, TOPK),
+    "moe.min_capacity": Changes(loss, 1, TIGHT),
+    "moe.priority": Changes(loss, "choice", TIGHT),
+    "moe.jitter": Changes(loss, 0.5, TOPK),
+    "moe.shared": Changes(plan, 1, TOPK),
+    "moe.residual": Changes(plan, True, TOPK),
+    "moe.balance_loss": Changes(gates, 0.5, TOPK),
+    "moe.z_loss": Changes(gates, 0.5, TOPK),
+    "moe.sequence_loss": Changes(gates, 0.5, TOPK),
+    "moe.bias_rate": Changes(gates, 0.5, TOPK),
+    "moe.expert_parallel": Changes(message, 2, {**TOPK, "trainer.devices": 2}),
     "precision.compute": Changes(plan, "bf16", FOUR),
     "precision.master": Changes(plan, "none", {**FOUR, "precision.compute": "bf16"}),
     "precision.reduce": Changes(plan, "bf16", {**FOUR, "precision.compute": "bf16"}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 PIPELINE = "pipeline parallelism"
-MOE = "mixture of experts"
+EXPERT_PARALLEL = "expert parallelism"
 PARALLEL = "tensor and sequence parallelism"
 SHARDED = "the sharded checkpoint format"
 HUGGING_FACE = "the Hugging Face models"
@@ -11,7 +11,6 @@ HUGGING_FACE = "the Hugging Face models"
 # Section (or group) to the capability that all its values but `none` wait for.
 SECTIONS: dict[str, str] = {
     "pipeline": PIPELINE,
-    "moe": MOE,
     "tensor": PARALLEL,
     "tensor_parallel": PARALLEL,
     "sequence": PARALLEL,

@@ -116,6 +116,9 @@ class Loaders:
         return {
             "collate_fn": cast(Any, stack),
             "num_workers": workers,
+            # An iterator draws the seed of its workers here, so that opening one moves nothing of
+            # what a model draws: a resumed run opens another number of them.
+            "generator": torch.Generator().manual_seed(self.config.trainer.seed),
             "persistent_workers": workers > 0,
             "pin_memory": torch.cuda.is_available() and self.config.trainer.accelerator != "cpu",
         }

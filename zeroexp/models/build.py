@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from zeroexp.config.sections import ModelConfig
+from zeroexp.config.sections import ModelConfig, MoeConfig
 from zeroexp.errors import ModelError
 from zeroexp.models.registry import FAMILIES
 
@@ -24,8 +24,10 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def build(model: ModelConfig, *, seed: int, recompute: bool = False) -> nn.Module:
-    """The module of ``model``, in fp32, on torch's current default device.
+def build(
+    model: ModelConfig, moe: MoeConfig | None = None, *, seed: int, recompute: bool = False
+) -> nn.Module:
+    """The module of ``model``, in fp32, on torch's current default device; ``moe`` None is dense.
 
     The weights follow from ``seed``; torch's generators are left as they were, so later draws
     (dropout) do not depend on the model's size. Raises :class:`ModelError` if the kind is not built
@@ -36,4 +38,4 @@ def build(model: ModelConfig, *, seed: int, recompute: bool = False) -> nn.Modul
             f"model.kind={model.kind} is not built in; there are {', '.join(FAMILIES)}"
         )
     with seeded(seed):
-        return FAMILIES[model.kind].build(model, recompute)
+        return FAMILIES[model.kind].build(model, moe or MoeConfig(), recompute)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zeroexp.config.sections import ModelConfig
+from zeroexp.config.sections import ModelConfig, MoeConfig
 from zeroexp.layout import ParamSpec
 
 if TYPE_CHECKING:
@@ -18,13 +18,16 @@ class Family:
     """One value of ``model.kind``. Importing a family's file imports no torch; only ``build`` does,
     when called.
 
-    ``param_specs(model)``: names and shapes in the order of the module's ``named_parameters()``.
-    ``matmul_weights(model)``: elements of all weights that one token is multiplied with.
+    ``param_specs(model, moe)``: names and shapes in the order of the module's
+    ``named_parameters()``.
+    ``matmul_weights(model, moe)``: elements of all weights that one token is multiplied with.
+    ``idle_params(model, moe)``: elements of the experts that a token leaves out.
     ``attention_width(model)``: layers x heads x head dimension (0 without attention).
-    ``build(model, recompute)``: the module, its weights drawn from torch's current generator.
+    ``build(model, moe, recompute)``: the module, its weights drawn from torch's current generator.
     """
 
-    param_specs: Callable[[ModelConfig], list[ParamSpec]]
-    matmul_weights: Callable[[ModelConfig], int]
+    param_specs: Callable[[ModelConfig, MoeConfig], list[ParamSpec]]
+    matmul_weights: Callable[[ModelConfig, MoeConfig], int]
+    idle_params: Callable[[ModelConfig, MoeConfig], int]
     attention_width: Callable[[ModelConfig], int]
-    build: Callable[[ModelConfig, bool], nn.Module]
+    build: Callable[[ModelConfig, MoeConfig, bool], nn.Module]

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zeroexp.config.sections import ModelConfig
+from zeroexp.config.sections import ModelConfig, MoeConfig
 from zeroexp.errors import ModelError
 from zeroexp.models.gpt_family import head_dim
 from zeroexp.models.gpt_layers import BlockLayer, Embed, RotaryTables
 from zeroexp.models.layers import INIT_STD, Embedding, Linear, rotary_tables, rotate
 from zeroexp.models.loss import next_token_loss
+from zeroexp.moe import MLP, MoE, moe_layers
 
 NORM_EPS = 1e-5
 
@@ -103,15 +105,46 @@ class SwigluMLP(nn.Module):
 _MLPS: dict[str, Callable[[ModelConfig], nn.Module]] = {"gelu": GeluMLP, "swiglu": SwigluMLP}
 
 
-class Block(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream."""
+def _sparse_mlp(model: ModelConfig, moe: MoeConfig) -> MoE:
+    """Experts in place of the MLP, drawn as it is drawn."""
+    mlp = _MLPS[model.activation]
+    shared = replace(model, hidden=moe.shared * model.hidden_size)
+    by_tokens = moe.kind != "expert_choice"
+    return MoE(
+        model.dim,
+        MLP(
+            model.hidden_size,
+            model.activation,
+            bias=model.bias,
+            std=(INIT_STD, _residual_std(model)),
+        ),
+        moe.experts,
+        moe.num_choices,
+        gate=moe.kind,
+        capacity_factor=moe.capacity_factor,
+        eval_capacity_factor=moe.eval_capacity_factor,
+        min_capacity=moe.min_capacity,
+        priority=None if moe.priority == "auto" else moe.priority,
+        jitter=moe.jitter,
+        shared=mlp(shared) if moe.shared else None,
+        residual=mlp(model) if moe.residual else None,
+        balance_loss=moe.balance_loss if by_tokens else 0.0,
+        z_loss=moe.z_loss,
+        sequence_loss=moe.sequence_loss,
+        bias_rate=moe.bias_rate,
+    )
 
-    def __init__(self, model: ModelConfig) -> None:
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP, each added to the residual stream; with ``moe`` the MLP is a
+    mixture of experts."""
+
+    def __init__(self, model: ModelConfig, moe: MoeConfig | None = None) -> None:
         super().__init__()
         self.attention_norm = _NORMS[model.norm](model)
         self.attention = Attention(model)
         self.mlp_norm = _NORMS[model.norm](model)
-        self.mlp = _MLPS[model.activation](model)
+        self.mlp = _MLPS[model.activation](model) if moe is None else _sparse_mlp(model, moe)
         self.dropout = nn.Dropout(model.dropout)
 
     def forward(self, x_BLC: Tensor, rotary: Rotary | None) -> Tensor:
@@ -132,22 +165,29 @@ class TiedHead(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT of ``model``'s sizes; weights are drawn from torch's current generator.
+    """A GPT of ``model``'s sizes, with the experts of ``moe``; weights are drawn from torch's
+    current generator.
 
     ``recompute``: every block keeps only its input for backward and runs again there.
     """
 
-    def __init__(self, model: ModelConfig, *, recompute: bool = False) -> None:
+    def __init__(
+        self, model: ModelConfig, moe: MoeConfig | None = None, *, recompute: bool = False
+    ) -> None:
         super().__init__()
         self.head_dim = head_dim(model)
         self.recompute = recompute
-        self.draws_random = model.dropout > 0
         self.embedding = Embedding(model.vocab_size, model.dim)
         self.positions = (
             Embedding(model.max_seq_len, model.dim) if model.positions == "learned" else None
         )
         self.dropout = nn.Dropout(model.dropout)
-        self.blocks = nn.ModuleList(Block(model) for _ in range(model.layers))
+        sparse = moe or MoeConfig()
+        self.blocks = nn.ModuleList(
+            Block(model, sparse if sparse.in_block(i) else None) for i in range(model.layers)
+        )
+        noisy = any(layer.draws_random for layer in moe_layers(self).values())
+        self.draws_random = model.dropout > 0 or noisy
         self.norm = _NORMS[model.norm](model)
         if model.tied:
             self.head: nn.Module = TiedHead(self.embedding)

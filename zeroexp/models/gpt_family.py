@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zeroexp.config.sections import ModelConfig
+from zeroexp.config.sections import ModelConfig, MoeConfig
 from zeroexp.errors import ConfigError, Problem
 from zeroexp.layout import ParamSpec
 from zeroexp.models.family import Family
@@ -48,7 +48,7 @@ def head_dim(model: ModelConfig) -> int:
     return model.dim // model.heads
 
 
-def param_specs(model: ModelConfig) -> list[ParamSpec]:
+def param_specs(model: ModelConfig, moe: MoeConfig) -> list[ParamSpec]:
     """The GPT's parameters in module order; a tied head is an alias of the embedding."""
     dim, kv_dim = model.dim, model.num_kv_heads * head_dim(model)
     specs = [
@@ -71,6 +71,30 @@ def param_specs(model: ModelConfig) -> list[ParamSpec]:
         if model.norm == "layernorm" and model.bias:
             specs.append(ParamSpec(f"{name}.bias", (dim,)))
 
+    def mlp(name: str, hidden: int) -> None:
+        if model.activation == "swiglu":
+            linear(f"{name}.gate", hidden, dim)
+        linear(f"{name}.up", hidden, dim)
+        linear(f"{name}.down", dim, hidden)
+
+    def experts(name: str) -> None:
+        specs.append(ParamSpec(f"{name}.gate.weight", (moe.experts, dim)))
+        hidden = model.hidden_size
+        # As zeroexp.moe stacks them: all experts in one tensor, input before output.
+        inner = ("up", "gate") if model.activation == "swiglu" else ("up",)
+        for part in inner:
+            specs.append(ParamSpec(f"{name}.experts.{part}", (moe.experts, dim, hidden)))
+        specs.append(ParamSpec(f"{name}.experts.down", (moe.experts, hidden, dim)))
+        if model.bias:
+            for part in inner:
+                specs.append(ParamSpec(f"{name}.experts.{part}_bias", (moe.experts, hidden)))
+            specs.append(ParamSpec(f"{name}.experts.down_bias", (moe.experts, dim)))
+        if moe.shared:
+            mlp(f"{name}.shared", moe.shared * hidden)
+        if moe.residual:
+            mlp(f"{name}.residual", hidden)
+            linear(f"{name}.mix", 2, dim, bias=True)
+
     for i in range(model.layers):
         block = f"blocks.{i}"
         norm(f"{block}.attention_norm")
@@ -79,32 +103,48 @@ def param_specs(model: ModelConfig) -> list[ParamSpec]:
         linear(f"{block}.attention.v", kv_dim, dim)
         linear(f"{block}.attention.out", dim, dim)
         norm(f"{block}.mlp_norm")
-        if model.activation == "swiglu":
-            linear(f"{block}.mlp.gate", model.hidden_size, dim)
-        linear(f"{block}.mlp.up", model.hidden_size, dim)
-        linear(f"{block}.mlp.down", dim, model.hidden_size)
+        if moe.in_block(i):
+            experts(f"{block}.mlp")
+        else:
+            mlp(f"{block}.mlp", model.hidden_size)
     norm("norm")
     if not model.tied:
         specs.append(ParamSpec("head.weight", (model.vocab_size, dim)))
     return specs
 
 
-def matmul_weights(model: ModelConfig) -> int:
+def _expert_weights(model: ModelConfig) -> int:
+    return (3 if model.activation == "swiglu" else 2) * model.dim * model.hidden_size
+
+
+def matmul_weights(model: ModelConfig, moe: MoeConfig) -> int:
     """Elements of the projections, the MLPs and the head (counted whether tied or not; the
-    embedding is a look-up)."""
+    embedding is a look-up). Of experts those that one token takes, and the gate."""
     attention = 2 * model.dim**2 + 2 * model.dim * model.num_kv_heads * head_dim(model)
-    mlp = (3 if model.activation == "swiglu" else 2) * model.dim * model.hidden_size
-    return model.layers * (attention + mlp) + model.vocab_size * model.dim
+    mlp = _expert_weights(model)
+    sparse = (moe.num_choices + moe.shared + moe.residual) * mlp
+    sparse += (moe.experts + 2 * moe.residual) * model.dim
+    blocks = moe.num_blocks(model.layers)
+    dense = model.layers * attention + (model.layers - blocks) * mlp
+    return dense + blocks * sparse + model.vocab_size * model.dim
+
+
+def idle_params(model: ModelConfig, moe: MoeConfig) -> int:
+    """Elements of the experts that one token does not take."""
+    each = _expert_weights(model)
+    if model.bias:
+        each += model.dim + (2 if model.activation == "swiglu" else 1) * model.hidden_size
+    return moe.num_blocks(model.layers) * (moe.experts - moe.num_choices) * each
 
 
 def attention_width(model: ModelConfig) -> int:
     return model.layers * model.heads * head_dim(model)
 
 
-def _build(model: ModelConfig, recompute: bool) -> nn.Module:
+def _build(model: ModelConfig, moe: MoeConfig, recompute: bool) -> nn.Module:
     from zeroexp.models.gpt import GPT
 
-    return GPT(model, recompute=recompute)
+    return GPT(model, moe, recompute=recompute)
 
 
-GPT_FAMILY = Family(param_specs, matmul_weights, attention_width, _build)
+GPT_FAMILY = Family(param_specs, matmul_weights, idle_params, attention_width, _build)

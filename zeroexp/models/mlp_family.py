@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zeroexp.config.sections import ModelConfig
+from zeroexp.config.sections import ModelConfig, MoeConfig
 from zeroexp.layout import ParamSpec
 from zeroexp.models.family import Family
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def param_specs(model: ModelConfig) -> list[ParamSpec]:
+def param_specs(model: ModelConfig, moe: MoeConfig) -> list[ParamSpec]:
     """The MLP's parameters in module order."""
     specs = [ParamSpec("embedding.weight", (model.vocab_size, model.dim))]
 
@@ -28,19 +28,23 @@ def param_specs(model: ModelConfig) -> list[ParamSpec]:
     return specs
 
 
-def matmul_weights(model: ModelConfig) -> int:
+def matmul_weights(model: ModelConfig, moe: MoeConfig) -> int:
     """Elements of the blocks and the head; the embedding is a look-up."""
     return model.layers * 2 * model.dim * model.hidden_size + model.vocab_size * model.dim
+
+
+def idle_params(model: ModelConfig, moe: MoeConfig) -> int:
+    return 0
 
 
 def attention_width(model: ModelConfig) -> int:
     return 0
 
 
-def _build(model: ModelConfig, recompute: bool) -> nn.Module:
+def _build(model: ModelConfig, moe: MoeConfig, recompute: bool) -> nn.Module:
     from zeroexp.models.mlp import MLP
 
     return MLP(model, recompute=recompute)
 
 
-MLP_FAMILY = Family(param_specs, matmul_weights, attention_width, _build)
+MLP_FAMILY = Family(param_specs, matmul_weights, idle_params, attention_width, _build)

@@ -57,7 +57,7 @@ def update_biases(model: nn.Module, group: Group | None = None) -> None:
     """Move every bias of ``model`` once: after an optimizer step, not after a micro-batch.
 
     ``group`` holds all data-parallel ranks, which must call this together: their loads are summed,
-    in one all-reduce for all layers.
+    in one exchange for all layers.
     """
     biases = [module for module in model.modules() if isinstance(module, Bias)]
     if not biases:
@@ -68,6 +68,6 @@ def update_biases(model: nn.Module, group: Group | None = None) -> None:
         loads.append(none if bias.load is None else bias.load)
     total = torch.cat(loads)
     if group is not None and group.size > 1:
-        group.all_reduce(total, tag=0, what="tokens per expert").wait()
+        total = group.exchange(total, "tokens per expert").sum(0)
     for bias, load in zip(biases, total.split([load.numel() for load in loads]), strict=True):
         bias.update(load)

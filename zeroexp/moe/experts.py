@@ -38,11 +38,15 @@ _ACTIVATIONS: dict[str, Activation] = {
 @dataclass(frozen=True)
 class MLP:
     """The built-in expert: ``down(activation(up(x)))`` with ``hidden`` channels between; for
-    ``swiglu`` ``down(silu(gate(x)) * up(x))``. All experts of a rank are computed together."""
+    ``swiglu`` ``down(silu(gate(x)) * up(x))``. All experts of a rank are computed together.
+
+    ``std``: weights into and out of the hidden channels are drawn from N(0, std^2), biases are 0;
+    None draws as ``nn.Linear`` does."""
 
     hidden: int
     activation: str = "gelu"
     bias: bool = True
+    std: tuple[float, float] | None = None
 
     def problems(self) -> list[Problem]:
         """What is wrong with the sizes."""
@@ -54,6 +58,8 @@ class MLP:
             close = nearest(self.activation, _ACTIVATIONS) or list(_ACTIVATIONS)
             problem = f"activation {self.activation!r} is not known."
             found.append(Problem("expert", problem, f"use {' or '.join(close)}"))
+        if self.std is not None and not all(std >= 0 for std in self.std):
+            found.append(Problem("expert", f"std {self.std}.", "use 0 or more, e.g. (0.02, 0.02)"))
         return found
 
 
@@ -124,6 +130,7 @@ class GroupedExperts(Experts):
         super().__init__(ids, num_experts)
         self._key = key
         self.activation = mlp.activation
+        self._std = mlp.std
         n, hidden = len(ids), mlp.hidden
 
         def weight(*shape: int) -> nn.Parameter:
@@ -138,21 +145,22 @@ class GroupedExperts(Experts):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """U(-1, 1) / sqrt(width of the input), as ``nn.Linear`` draws; the same numbers for an
-        expert wherever it lies."""
+        """U(-1, 1) / sqrt(width of the input), as ``nn.Linear`` draws, or what ``MLP.std`` says;
+        the same numbers for an expert wherever it lies."""
+        into, out = self._std or (None, None)
         for place, expert in enumerate(self.ids):
             with seeded(self._key, expert):
-                for weight, bias in (
-                    (self.up, self.up_bias),
-                    (self.gate, self.gate_bias),
-                    (self.down, self.down_bias),
+                for weight, bias, std in (
+                    (self.up, self.up_bias, into),
+                    (self.gate, self.gate_bias, into),
+                    (self.down, self.down_bias, out),
                 ):
-                    if weight is None:
-                        continue
-                    bound = weight.shape[1] ** -0.5
-                    nn.init.uniform_(weight.detach()[place], -bound, bound)
-                    if bias is not None:
-                        nn.init.uniform_(bias.detach()[place], -bound, bound)
+                    if weight is not None:
+                        _draw(
+                            weight.detach()[place],
+                            None if bias is None else bias.detach()[place],
+                            std,
+                        )
 
     def forward(self, rows_AC: Tensor, counts_E: Tensor, where: str) -> Tensor:
         pre = [grouped_linear(rows_AC, counts_E, self.up, self.up_bias)]
@@ -164,6 +172,18 @@ class GroupedExperts(Experts):
     def expert_parameters(self) -> Iterator[ExpertParameter]:
         for name, parameter in self.named_parameters():
             yield ExpertParameter(name, parameter, self.ids, self.num_experts, stacked=True)
+
+
+def _draw(weight_IO: Tensor, bias_O: Tensor | None, std: float | None) -> None:
+    if std is not None:
+        nn.init.normal_(weight_IO, std=std)
+        if bias_O is not None:
+            nn.init.zeros_(bias_O)
+        return
+    bound = weight_IO.shape[0] ** -0.5
+    for values in (weight_IO, bias_O):
+        if values is not None:
+            nn.init.uniform_(values, -bound, bound)
 
 
 class ModuleExperts(Experts):

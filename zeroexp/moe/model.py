@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from fractions import Fraction
 
@@ -48,6 +48,16 @@ def expert_parameters(model: nn.Module) -> Iterator[ExpertParameter]:
             yield replace(found, name=f"{path}.{found.name}" if path else found.name)
 
 
+def experts_left_out(model: nn.Module, stepped: Container[int]) -> list[str]:
+    """Names of expert parameters that want gradients and that nothing steps; ``stepped`` has the
+    ``id`` of those that an optimizer holds."""
+    return [
+        found.name
+        for found in expert_parameters(model)
+        if found.parameter.requires_grad and id(found.parameter) not in stepped
+    ]
+
+
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """Parameters that one token uses, and all there are, experts of other ranks included."""
     layers = moe_layers(model)
@@ -67,7 +77,7 @@ def read_statistics(
 ) -> dict[str, Numbers]:
     """What every layer did since the last reset, by path.
 
-    ``group``: its ranks call this together and get what they did together (one all-reduce).
+    ``group``: its ranks call this together and get what they did together (one exchange).
     """
     layers = moe_layers(model)
     if not layers:
@@ -75,9 +85,7 @@ def read_statistics(
     sums = torch.cat([layer.statistics.sums() for layer in layers.values()])
     if group is not None and group.size > 1:
         device = next(model.parameters()).device
-        sums = sums.to(device)
-        group.all_reduce(sums, tag=0, what="statistics of the experts").wait()
-        sums = sums.cpu()
+        sums = group.exchange(sums.to(device), "statistics of the experts").sum(0).cpu()
     if reset:
         for layer in layers.values():
             layer.statistics.reset()

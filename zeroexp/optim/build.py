@@ -30,18 +30,18 @@ _BUILDERS: Mapping[str, Callable[[Groups, OptimConfig], Optimizer]] = {
 def build(config: OptimConfig, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
     """An optimizer over the trainable parameters.
 
-    Parameters with one dimension (biases, norms) form a group without weight decay, unless
-    ``decay_norm_and_bias``. Raises :class:`ModelError` when nothing is trainable.
+    Norms and biases form a group without weight decay, unless ``decay_norm_and_bias``: what has
+    one dimension, and what is called a bias (those of experts are stacked). Raises
+    :class:`ModelError` when nothing is trainable.
     """
-    trainable = [p for _, p in named_parameters if p.requires_grad]
+    trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
     if not trainable:
         raise ModelError(
             "the model has no trainable parameter: every requires_grad is False. Unfreeze at "
             "least one."
         )
-    split = not config.decay_norm_and_bias
-    matrices = [p for p in trainable if p.dim() > 1 or not split]
-    vectors = [p for p in trainable if p.dim() <= 1 and split]
+    matrices = [p for name, p in trainable if config.decays(name, p.dim())]
+    vectors = [p for name, p in trainable if not config.decays(name, p.dim())]
     groups = [
         {"params": params, "weight_decay": decay}
         for params, decay in ((matrices, config.weight_decay), (vectors, 0.0))

@@ -91,7 +91,7 @@ def _stored(dtype: str, compute: str) -> str:
 
 def _group(config: Config, spec: ParamSpec) -> int:
     """The group that :func:`zeroexp.optim.build` puts a parameter in."""
-    return int(len(spec.shape) <= 1 and not config.optim.decay_norm_and_bias)
+    return int(not config.optim.decays(spec.name, len(spec.shape)))
 
 
 def _state(config: Config, layout: Layout, index: int) -> tuple[dict[str, dict[str, int]], int]:

@@ -36,7 +36,7 @@ def plan_page(config: Config, forecast: Forecast | None) -> str:
             "so nothing can be predicted here"
         )
         return "\n".join(lines)
-    lines.append(f"model {config.model.kind}: {forecast.num_params:,} parameters")
+    lines.append(f"model {config.model.kind}: {forecast.size}")
     predicted = forecast.predicted
     shown = sorted(predicted["state_bytes"], key=int)
     lines += ["", "state bytes that stay on each rank between steps (padding included):"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from zeroexp.config import Config
 from zeroexp.folder import free_bytes
-from zeroexp.models.specs import is_built_in, num_params, param_specs
+from zeroexp.models.specs import is_built_in, num_active_params, num_params, param_specs
 from zeroexp.plan import predict
 from zeroexp.run.procfs import total_memory_bytes
 from zeroexp.run.record import human_bytes
@@ -20,6 +20,8 @@ from zeroexp.run.record import human_bytes
 class Forecast:
     """The plan of one run. ``predicted`` has the shape of result.json's ``predicted``; bytes
     throughout.
+
+    ``num_active_params`` leaves out the experts that a token does not take.
 
     ``needed_bytes`` is the predicted state in memory of all ranks of one node (activations, buffers
     and the interpreter come on top), ``memory_bytes`` what this machine has for them; None where
@@ -36,6 +38,15 @@ class Forecast:
     disk_free_bytes: int | None = None
     swap: str | None = None
     offloaded: float = 0.0
+    num_active_params: int | None = None
+
+    @property
+    def size(self) -> str:
+        """``820,352 parameters``, and how many of them a token uses where it does not use all."""
+        words = f"{self.num_params:,} parameters"
+        if self.num_active_params in (None, self.num_params):
+            return words
+        return f"{words} ({self.num_active_params:,} for one token)"
 
     @property
     def fits(self) -> bool | None:
@@ -100,7 +111,7 @@ def forecast(config: Config) -> Forecast | None:
     """The plan of ``config`` (resolved), or None for a model that only its ranks can describe."""
     if not is_built_in(config.model):
         return None
-    prediction = predict(config, param_specs(config.model))
+    prediction = predict(config, param_specs(config.model, config.moe))
     on_cpu = config.trainer.accelerator == "cpu"
     on_this_node = range(config.trainer.devices)
     states = [prediction.state_bytes[rank] for rank in on_this_node]
@@ -114,7 +125,8 @@ def forecast(config: Config) -> Forecast | None:
     swap = config.offload.nvme.dir if config.offload.uses_files else None
     return Forecast(
         predicted=prediction.to_dict(),
-        num_params=num_params(config.model),
+        num_params=num_params(config.model, config.moe),
+        num_active_params=num_active_params(config.model, config.moe),
         needed_bytes=held("device", "cpu") if on_cpu else held("cpu"),
         # Of a GPU nothing is known without its runtime, which the driver does not load.
         memory_bytes=total_memory_bytes() if on_cpu else None,

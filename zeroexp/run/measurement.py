@@ -22,6 +22,7 @@ from zeroexp.run.atomic import read_json
 from zeroexp.run.directory import RunDirectory
 from zeroexp.run.disk import rate_of
 from zeroexp.run.disk_use import DiskUse, gb_per_s
+from zeroexp.run.experts import ExpertUse
 from zeroexp.run.measure import PeakFlops, StepClock, mfu
 from zeroexp.run.procfs import peak_rss_bytes
 from zeroexp.run.record import (
@@ -69,8 +70,11 @@ class Measurement(Callback):
         self._started = 0.0
         self._step = 0  # trainer.global_step of the last step that was measured
         self._losses: list[Tensor] = []  # of the micro-batches of the step under way
+        self._auxiliary: list[Tensor] = []  # what the gates of experts add to them
         self._tokens = 0  # of those, over all ranks
         self._mean_loss: Tensor | None = None  # of the last step, on this rank
+        self._mean_auxiliary: Tensor | None = None
+        self._experts: ExpertUse | None = None
         self._printed_at = 0
         self._control_bytes = 0
         self._disk_use = DiskUse(config.measure.warmup_steps)
@@ -88,6 +92,7 @@ class Measurement(Callback):
     # ------------------------------------------------------------------ hooks
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step = trainer.global_step
+        self._experts = ExpertUse(pl_module)
         self._printed_at = self._step
         self._started = time.perf_counter()
         if trainer.is_global_zero:
@@ -105,7 +110,11 @@ class Measurement(Callback):
         batch_idx: int,
     ) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if isinstance(loss, Tensor):
+        if isinstance(outputs, Mapping) and isinstance(outputs.get("task_loss"), Tensor):
+            # What gates add is not part of what is compared between models.
+            self._losses.append(outputs["task_loss"].detach())
+            self._auxiliary.append(outputs["auxiliary_loss"].detach())
+        elif isinstance(loss, Tensor):
             # Lightning has divided it by the number of micro-batches; a last, shorter step has
             # fewer.
             self._losses.append(loss.detach() * self._config.trainer.accumulate_grad_batches)
@@ -117,6 +126,8 @@ class Measurement(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.clock.pause()
+        if self._experts is not None:
+            self._experts.evaluation_starts()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         value = trainer.callback_metrics.get("val_loss")
@@ -129,6 +140,8 @@ class Measurement(Callback):
                     f"(mean over all ranks)",
                     flush=True,
                 )
+        if self._experts is not None:
+            self._experts.evaluation_ends()
         self.clock.resume()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -154,8 +167,9 @@ class Measurement(Callback):
         first = self.figures.first_step_at is None
         if first:
             self.figures.first_step_at = time.time()
-        self._mean_loss = torch.stack(self._losses).float().mean() if self._losses else None
+        self._mean_loss, self._mean_auxiliary = _mean(self._losses), _mean(self._auxiliary)
         self._losses.clear()
+        self._auxiliary.clear()
         self._tokens = 0
         last = self._step == trainer.max_steps
         self._take_traffic(trainer, seconds)
@@ -167,6 +181,7 @@ class Measurement(Callback):
             if first:
                 self.figures.loss_first = loss
             self.figures.loss_last = loss
+            self._take_experts(trainer)
             self._take_engine_figures(trainer)
             row = self._row(trainer, seconds, loss)
             if self._rows is not None and self._step % every == 0:
@@ -186,6 +201,7 @@ class Measurement(Callback):
             "step": self._step,
             "time_s": time.perf_counter() - self._started,
             "loss": loss,
+            "auxiliary_loss": figures.auxiliary_loss_last,
             "lr": _learning_rate(trainer),
             "grad_norm": figures.grad_norm_before,
             "grad_norm_clipped": figures.grad_norm_after,
@@ -200,6 +216,7 @@ class Measurement(Callback):
             "sent_bytes": figures.comm_bytes_per_step,
             "transfer_bytes": figures.transfer_bytes_per_step,
             **self._io_of_step(trainer),
+            "moe": figures.moe,
         }
 
     def _io_of_step(self, trainer: Trainer) -> dict[str, Any]:
@@ -244,6 +261,14 @@ class Measurement(Callback):
     @staticmethod
     def _engine(trainer: Trainer) -> Any:
         return trainer.strategy.engine  # type: ignore[attr-defined]  # ZeroStrategy's
+
+    def _take_experts(self, trainer: Trainer) -> None:
+        """Since the row before; on every rank at the same step."""
+        figures = self.figures
+        if self._experts is not None:
+            figures.moe = self._experts.figures(self._engine(trainer).world.control)
+        if self._mean_auxiliary is not None:
+            figures.auxiliary_loss_last = self._over_ranks(trainer, self._mean_auxiliary)
 
     def _take_engine_figures(self, trainer: Trainer) -> None:
         engine, figures = self._engine(trainer), self.figures
@@ -310,6 +335,10 @@ class Measurement(Callback):
         if self._rows is not None:
             self._rows.close()
             self._rows = None
+
+
+def _mean(values: list[Tensor]) -> Tensor | None:
+    return torch.stack(values).float().mean() if values else None
 
 
 def _tokens_in(batch: Any) -> int:

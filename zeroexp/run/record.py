@@ -68,6 +68,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 # Where a figure of a row stands among the curves of a logger.
 _SECTIONS = {
     "loss": "train",
+    "auxiliary_loss": "train",
     "lr": "train",
     "grad_norm": "train",
     "grad_norm_clipped": "train",
@@ -88,7 +89,8 @@ def logged_values(row: Mapping[str, Any], predicted: Mapping[str, Any]) -> dict[
     ``sent_bytes/all_gather``, and the planner's figures as ``predicted_state_bytes/params``.
 
     ``predicted`` has ``state_bytes``, ``sent_bytes``, ``transfer_bytes`` and ``io_bytes`` in the
-    shape that the row has. The last two have no curves where nothing moves.
+    shape that the row has. The last two have no curves where nothing moves. Experts have
+    ``moe/<layer>/max_vio`` and the like, and ``moe_tokens/<layer>/<expert>``.
     """
     values = {
         f"{section}/{name}": row[name]
@@ -104,7 +106,18 @@ def logged_values(row: Mapping[str, Any], predicted: Mapping[str, Any]) -> dict[
             for way, size in (source.get(name) or {}).items():
                 if size:
                     values[f"{prefix}{name}/{way}"] = size
+    for path, layer in (row.get("moe") or {}).items():
+        values |= _of_experts(path, layer)
     return values
+
+
+def _of_experts(path: str, layer: Mapping[str, Any]) -> dict[str, float]:
+    values = {f"moe/{path}/{name}": layer[name] for name in ("drop_rate", "max_vio")}
+    if layer["all_to_all_bytes"]:
+        values |= {f"moe/{path}/{n}": layer[n] for n in ("all_to_all_bytes", "all_to_all_seconds")}
+    values |= {f"moe/{path}/{name}_loss": loss for name, loss in layer["losses"].items()}
+    tokens = enumerate(layer["tokens_per_expert"])
+    return values | {f"moe_tokens/{path}/{expert}": count for expert, count in tokens}
 
 
 def human_bytes(count: float | None) -> str:
@@ -160,6 +173,8 @@ class RankFigures:
     global_batch: int | None = None
     loss_first: float | None = None
     loss_last: float | None = None
+    #: what gates of experts add to the loss that is trained for; loss_last is without it
+    auxiliary_loss_last: float | None = None
     val_loss: float | None = None
     grad_norm_before: float | None = None
     grad_norm_after: float | None = None
@@ -181,6 +196,8 @@ class RankFigures:
     io_bytes_per_step: dict[str, int] | None = None
     #: see :class:`zeroexp.run.disk_use.DiskUse`; None without swap files
     io: dict[str, Any] | None = None
+    #: by layer: :class:`zeroexp.moe.Numbers` between the last two rows; None without experts
+    moe: dict[str, dict[str, Any]] | None = None
     #: seconds since the epoch of the end of the first step: launch to first step
     first_step_at: float | None = None
 

@@ -23,12 +23,14 @@ _OF_RANK_0 = (
     "global_batch",
     "loss_first",
     "loss_last",
+    "auxiliary_loss_last",
     "val_loss",
     "grad_norm_last",
     "loss_scale",
     "tokens_per_s",
     "step_time_s",
     "mfu",
+    "moe",
 )
 # Figures that differ between ranks: {rank: figure}.
 _OF_EACH_RANK = (

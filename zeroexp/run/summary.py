@@ -60,7 +60,7 @@ def opening_lines(
     plural = "s" if ranks > 1 else ""
     thread_words = f"{threads} thread{'s' if threads > 1 else ''} each"
     model = config.model.target if config.model.kind == "external" else config.model.kind
-    size = f" of {plan.num_params:,} parameters" if plan is not None else ""
+    size = f" of {plan.size}" if plan is not None else ""
     accumulate = config.trainer.accumulate_grad_batches
     batch = (
         f"batch of {config.batch_size} sequences x {config.data.seq_len} tokens per step = "
@@ -83,9 +83,22 @@ def opening_lines(
             f"predicted traffic of rank {rank}: {human_bytes(total_bytes(sent))} sent per step"
             + _moved_words(plan, rank)
         )
+    if config.moe.kind != "none":
+        lines.append(_experts_words(config))
     if config.offload.uses_files:
         lines.append(f"swap files below {shown(Path(str(config.offload.nvme.dir)))}")
     return lines
+
+
+def _experts_words(config: Config) -> str:
+    moe = config.moe
+    words = (
+        f"experts: {moe.experts} in each of {moe.num_blocks(config.model.layers)} blocks, "
+        f"{moe.num_choices} for a token ({moe.kind})"
+    )
+    if moe.kind == "expert_choice":
+        words += "; they choose by the whole batch, so the loss of a token knows later ones"
+    return words
 
 
 def _moved_words(plan: Forecast, rank: str) -> str:
@@ -142,6 +155,13 @@ def _figures(result: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"{speed}step {times['median']:.4f} s median, {times['p95']:.4f} s p95 "
             f"of {times['n']} steps after warm-up"
+        )
+    if result.get("moe"):
+        layers = result["moe"].values()
+        lines.append(
+            f"experts at the end: MaxVio {max(layer['max_vio'] for layer in layers):.2f} and "
+            f"{max(layer['drop_rate'] for layer in layers):.1%} dropped in the worst layer, "
+            f"auxiliary loss {result['auxiliary_loss_last'] or 0.0:.4f}"
         )
     mfu = result["mfu"]
     if mfu["value"] is not None:

@@ -221,7 +221,8 @@ def _loggers(config: Config, directory: RunDirectory) -> list[Logger]:
 
 def _measurement(config: Config, rank: Rank) -> Measurement:
     if is_built_in(config.model):
-        flops, rule = flops_per_token(config.model, config.data.seq_len), FLOPS_FORMULA
+        flops = flops_per_token(config.model, config.data.seq_len, config.moe)
+        rule = FLOPS_FORMULA
     else:
         flops, rule = None, "the FLOPs of a model of your own are not known"
     return Measurement(

@@ -101,6 +101,7 @@ def test_a_typo_in_a_mapping_has_a_hint() -> None:
         ({"trainer.max_steps": 5}, "trainer.max_steps", "Trainer"),
         ({"optim": {"lr": 1.0}}, "optim", "configure_optimizers"),
         ({"data": {"path": "x"}}, "data", "dataloaders"),
+        ({"moe": {"kind": "top2"}}, "moe", "zeroexp.moe.MoE"),
         ({"launch": {"retries": 2}}, "launch.retries", "launch.timeout"),
     ],
 )

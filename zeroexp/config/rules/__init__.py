@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from zeroexp.config.rules.model import MODEL_RULES
+from zeroexp.config.rules.moe import MOE_RULES
 from zeroexp.config.rules.offload import OFFLOAD_RULES
 from zeroexp.config.rules.precision import PRECISION_RULES
 from zeroexp.config.rules.ranks import RANK_RULES
@@ -37,6 +38,7 @@ RULES: tuple[Rule, ...] = (
     *OFFLOAD_RULES,
     *PRECISION_RULES,
     *MODEL_RULES,
+    *MOE_RULES,
     *RUN_RULES,
     *(_does_nothing(key) for key in KEYS.values() if key.meta.kinds),
     *START_RULES,

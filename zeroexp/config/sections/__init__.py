@@ -5,11 +5,12 @@ from __future__ import annotations
 from zeroexp.config.sections.checkpoint import CheckpointConfig
 from zeroexp.config.sections.data import DataConfig
 from zeroexp.config.sections.debug import DebugConfig
-from zeroexp.config.sections.later import MoeConfig, PipelineConfig
+from zeroexp.config.sections.later import PipelineConfig
 from zeroexp.config.sections.launch import LaunchConfig
 from zeroexp.config.sections.logger import LoggerConfig
 from zeroexp.config.sections.measure import MeasureConfig
 from zeroexp.config.sections.model import ModelConfig
+from zeroexp.config.sections.moe import MoeConfig
 from zeroexp.config.sections.offload import NvmeConfig, OffloadConfig
 from zeroexp.config.sections.optim import OptimConfig
 from zeroexp.config.sections.paths import PathsConfig

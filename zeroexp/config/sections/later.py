@@ -20,15 +20,3 @@ class PipelineConfig:
         changes="nothing yet: every other value is refused by name",
         choices=("none",),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class MoeConfig:
-    """Mixture of experts."""
-
-    kind: str = setting(
-        "none",
-        "expert routing. none: dense layers; routing arrives with mixture of experts.",
-        changes="nothing yet: every other value is refused by name",
-        choices=("none",),
-    )

@@ -56,7 +56,11 @@ class OptimConfig:
     )
     decay_norm_and_bias: bool = setting(
         False,
-        "apply weight decay to norms and biases too. false puts parameters with one dimension "
-        "into a group without decay.",
-        changes="the number of parameter groups, and the decay of one-dimensional parameters",
+        "apply weight decay to norms and biases too. false puts parameters with one dimension, "
+        "and the stacked biases of experts, into a group without decay.",
+        changes="the number of parameter groups, and the decay of norms and biases",
     )
+
+    def decays(self, name: str, dims: int) -> bool:
+        """Whether the parameter ``name`` of ``dims`` dimensions is in the group with decay."""
+        return self.decay_norm_and_bias or (dims > 1 and not name.endswith("bias"))
