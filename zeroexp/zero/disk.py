@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,6 +25,8 @@ from zeroexp.zero.home import DiskHome, Outgoing
 
 if TYPE_CHECKING:
     from zeroexp.zero.segment import SegmentState
+
+_LOG = logging.getLogger("zeroexp")
 
 _SLOTS = 4
 """Chunks in memory: one is read, one is stepped, one is written, and one has just been."""
@@ -152,6 +155,8 @@ class Disk:
             block_size=nvme.block_size,
             threads=nvme.threads,
         )
+        self._rank = rank
+        self._told = False
         self._checksum = nvme.checksum
         self._chunk = config.offload.chunk
         self._ledger = ledger
@@ -186,6 +191,19 @@ class Disk:
             mine = (homes["params"].get(s.tag), homes["grads"].get(s.tag), states.get(s.tag))
             if any(part is not None for part in mine):
                 s.on_disk = OnDisk(*mine)
+        self._tell_if_buffered()
+
+    def _tell_if_buffered(self) -> None:
+        """Say once that the page cache is in between: slower than the disk, and memory that no plan
+        counts."""
+        reasons = {line.partition(": ")[2] for line in self._engine.status().buffered}
+        if reasons and self._rank == 0 and not self._told:
+            self._told = True
+            _LOG.warning(
+                "offload.nvme.dir %s: swap files go through the page cache (%s)",
+                self._folder.path.parent,
+                "; ".join(sorted(reasons)),
+            )
 
     def _homes(
         self, kind: str, segments: Sequence[SegmentState], dtypes: Sequence[torch.dtype]
