@@ -307,3 +307,30 @@ def test_what_a_killed_run_left_is_swept_by_the_next(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
     assert program(tmp_path, "end").returncode == 0
     assert list(tmp_path.iterdir()) == []
+
+
+# -- gradients that come late ----------------------------------------------------------------------
+
+
+def twice_in_one_backward(folder: str, ready: bool) -> tuple[str, str]:
+    """Gradients of a unit arrive again after they were reduced, in one backward."""
+    engine = made(bench(3, "cpu", folder))
+    go(engine, 1)
+    if not ready:  # nothing is stepped here, but another rank might have
+        engine._early._ready = lambda unit: False
+    x, y = regression(2, 8, WIDTHS[0], WIDTHS[-1])[1]
+    loss = loss_of(engine, x, y)
+
+    def twice() -> None:
+        with engine.backward_scope(last=True):
+            loss.backward(retain_graph=True)
+            loss.backward()
+        engine.step()
+
+    return caught(twice)
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_gradients_that_come_after_the_step_are_refused(ranks, tmp_path, ready):
+    for error, said in ranks(1)(twice_in_one_backward, str(tmp_path), ready):
+        assert (error, OFF in said) == ("ModelError", True), f"{error}: {said}"

@@ -88,6 +88,8 @@ class Boundary:
             self._window.unreduced = False
         agreement = self._agree(stepper)
         if agreement.late:  # gradients that arrived after their unit had been reduced, on some rank
+            if self._early is not None:
+                self._early.refuse_late([self._reducer.units[i] for i in agreement.late])
             self._reducer.flush([self._reducer.units[i] for i in agreement.late])
             agreement = self._agree(stepper)
         if self._world.replicas.size > 1 and key not in self._summed:

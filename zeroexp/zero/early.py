@@ -70,6 +70,15 @@ class EarlyStep:
                 "checkpoint."
             )
 
+    def refuse_late(self, units: Sequence[UnitState]) -> None:
+        """Raise :class:`ModelError`, on every rank alike, if some rank may have stepped ``units``,
+        for which another one has more gradients."""
+        if self._active:
+            raise ModelError(
+                f"unit {units[0].label} got gradients after its gradients had been reduced, on "
+                f"some rank, and may have been stepped by then. {OFF}"
+            )
+
     def begin(self) -> None:
         """A backward begins."""
         self.refuse("another backward came")
