@@ -2,7 +2,8 @@
 
 :class:`FileEngine` transfers between host memory and files in the background. :class:`SwapFile`
 keeps records in such a file and passes them through the slots of a :class:`Ring`;
-:class:`ScratchFolder` is where such files lie, :class:`Traffic` counts what they move.
+:class:`ScratchFolder` is where such files lie, :class:`Traffic` counts what they move. A
+:class:`Border` is what tensors cross between the device's memory and the host's.
 """
 
 from __future__ import annotations
