@@ -74,7 +74,7 @@ def held(kind: str, stage: int, folder: str, keys: dict[str, Any]) -> dict[str, 
 
 def _touch_all_slots(engine: Engine) -> None:
     """Host memory that was never written is not there yet, and the census does not find it."""
-    for ring in engine.disk._rings if engine.disk is not None else ():
+    for ring in engine.disk.rings if engine.disk is not None else ():
         for slot in ring._slots:
             if slot.state is SlotState.FREE:
                 slot.memory.zero_()

@@ -317,8 +317,9 @@ class Measurement(Callback):
             self.figures.peak_device_bytes = _peak_device_bytes(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
-        figures, engine = self.figures, self._engine(trainer)
-        if self._step:
+        figures = self.figures
+        if self._step:  # before the first one there may be no engine
+            engine = self._engine(trainer)
             self._take_engine_figures(trainer)
             figures.state_bytes = engine.ledger.state_bytes()
             figures.padding_bytes = engine.ledger.padding_bytes()
