@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 PAGE = mmap.PAGESIZE
@@ -94,7 +95,8 @@ def live_tensor_bytes() -> int:
     buckets) are not seen; the peak resident set contains them.
     """
     gc.collect()
-    seen = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
+    found = (t for t in gc.get_objects() if issubclass(type(t), Tensor))
+    seen = [t for t in found if t.layout is torch.strided]  # others have no storage of their own
     seen += [t.grad for t in seen if t.is_leaf and t.grad is not None]
     libc = ctypes.CDLL(None, use_errno=True)
     return sum(

@@ -91,6 +91,7 @@ def test_everything_on_disk_in_two_processes(train: Command) -> None:
     assert swap_files(train) == []
 
 
+@pytest.mark.full
 def test_a_sweep_over_the_kinds_of_offload(train: Command) -> None:
     done = train("-m", *TINY, "zero=stage2", "offload=cpu,nvme")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -165,6 +166,7 @@ def test_a_disk_that_is_too_small_is_said_before_the_first_step(
     assert list(disk.iterdir()) == []
 
 
+@pytest.mark.full
 def test_a_model_that_was_built_whole_moves_to_the_disk(train: Command) -> None:
     """NV-04: a LightningModule that makes its layers in __init__."""
     shutil.copy(HERE / "faulty.py", train.where)

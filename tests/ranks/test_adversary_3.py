@@ -272,7 +272,7 @@ def many_steps(stage: int) -> tuple[int, list[int], list[int]]:
     return resident() - before, held, objects
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_nothing_grows_over_200_steps(ranks, stage):
     """Ledger, Python objects and resident memory are flat: nothing piles up per step."""
     for grown, (first, last), (few, many) in ranks(2)(many_steps, stage):

@@ -512,6 +512,7 @@ def test_at_stage_3_on_two_ranks(ranks, tmp_path, case):
     compare(ranks, 2, case, 3, tmp_path, kinds)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_at_one_stage_on_one_rank(ranks, tmp_path, case):
     """Stages and kinds take turns."""

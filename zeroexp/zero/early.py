@@ -52,6 +52,7 @@ class EarlyStep:
         self._applies_all = policy.nonfinite == "apply"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zeroexp-step")
         self._jobs: list[_Job] = []
+        self._foreseen: Future[None] | None = None
         self._units: list[UnitState] = []
         self._active = False
 
@@ -99,7 +100,8 @@ class EarlyStep:
             self._jobs.append(_Job(segment, self._thread.submit(job)))
         following = self._following(unit)
         if following is not None:
-            self._thread.submit(self._stepper.foresee(following.trainable_segments))
+            foresee = self._stepper.foresee(following.trainable_segments)
+            self._foreseen = self._thread.submit(foresee)
 
     def _ready(self, unit: UnitState) -> bool:
         segments = unit.trainable_segments
@@ -123,6 +125,9 @@ class EarlyStep:
         """Return when all that was begun is stepped."""
         while self._jobs:
             self._end_first()
+        if self._foreseen is not None:  # the boundary reads from the same files
+            self._foreseen.result()
+            self._foreseen = None
 
     def land(self) -> None:
         """Backward is over on this rank: what was stepped shows."""
