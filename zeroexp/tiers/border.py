@@ -39,13 +39,14 @@ class Border(ABC):
         """Start to bring ``device`` to the host, into ``into`` if it is given."""
 
     @abstractmethod
-    def download_target(self, device: Tensor) -> Tensor:
-        """Host memory in which to make new values for ``device``; :meth:`upload` brings them."""
+    def host_like(self, device: Tensor) -> Tensor:
+        """Host memory for new values of ``device``, its own where it is there; :meth:`upload`
+        brings them."""
 
     @abstractmethod
     def upload(self, host: Tensor, device: Tensor) -> None:
-        """What was made in :meth:`download_target` of ``device`` is there for work enqueued from
-        now on."""
+        """What was made in :meth:`host_like` of ``device`` is there for work enqueued from now
+        on."""
 
 
 class _Here(Crossing):
@@ -73,7 +74,7 @@ class OneMemory(Border):
         into.copy_(device)
         return _Here(into)
 
-    def download_target(self, device: Tensor) -> Tensor:
+    def host_like(self, device: Tensor) -> Tensor:
         return device
 
     def upload(self, host: Tensor, device: Tensor) -> None:
@@ -126,7 +127,7 @@ class TwoMemories(Border):
                 tensor.record_stream(self._stream)
         return _Copied(target, source, event)
 
-    def download_target(self, device: Tensor) -> Tensor:
+    def host_like(self, device: Tensor) -> Tensor:
         return torch.empty(device.shape, dtype=device.dtype, pin_memory=True)
 
     def upload(self, host: Tensor, device: Tensor) -> None:

@@ -76,7 +76,7 @@ class DelayedStep:
         for each in work:
             segment = each.segment
             partly = sum(r.stop - r.start for r in each.runs) < segment.num_stepped
-            with segment.updating(keeps=partly) as values:
+            with segment.mirror.updating(keeps=partly) as values:
                 for run in each.runs:
                     values[run.start : run.stop].copy_(each.values[run.start : run.stop])
         self._stepper.publish([each.segment for each in work])

@@ -96,7 +96,7 @@ class EarlyStep:
             self._world.gather.settle(segment.tag)
             while len(self._jobs) >= _BESIDE:
                 self._end_first()
-            job = self._stepper.step_ahead(segment, segment.begin_update())
+            job = self._stepper.step_ahead(segment, segment.mirror.begin())
             self._jobs.append(_Job(segment, self._thread.submit(job)))
         following = self._following(unit)
         if following is not None:
@@ -108,7 +108,7 @@ class EarlyStep:
         in_use = unit.pins or unit.outstanding or unit.open or unit.life is not Life.SHARDED
         return (
             not (unit.collective and in_use)
-            and all(s.may_step_ahead and all(s.grads.touched) for s in segments)
+            and all(s.mirror.may_be_ahead and all(s.grads.touched) for s in segments)
             and (self._applies_all or self._finite(segments))
         )
 
@@ -118,7 +118,7 @@ class EarlyStep:
     def _end_first(self) -> None:
         job = self._jobs.pop(0)
         job.future.result()
-        job.segment.end_update()
+        job.segment.mirror.end()
         job.segment.grads.discard()
 
     def wait(self) -> None:
@@ -134,14 +134,14 @@ class EarlyStep:
         self.wait()
         for unit in self._units:
             for segment in unit.trainable_segments:
-                segment.land_update()
+                segment.mirror.land()
 
     def end(self) -> None:
         """The step is over, or given up: nothing of it goes into the next one."""
         self.wait()
         for unit in self._units:
             for segment in unit.trainable_segments:
-                segment.land_update(keep=False)
+                segment.mirror.land(keep=False)
         self._stepper.end_ahead()
         for unit in self._units:
             unit.stepped = False

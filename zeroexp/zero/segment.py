@@ -10,8 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from zeroexp.zero.disk import OnDisk
 from zeroexp.zero.gradient import GradientState
 from zeroexp.zero.home import Home, MemoryHome
 from zeroexp.zero.master import MasterCopy
+from zeroexp.zero.mirror import Mirror
 from zeroexp.zero.placeholder import Placeholders
 from zeroexp.zero.surroundings import Surroundings
 
@@ -74,8 +74,8 @@ class SegmentState:
         self.home: Home | None = None
         self.master_copy: MasterCopy | None = None
         self._near: Crossing | None = None
-        self._target: Tensor | None = None
-        self._waiting: Tensor | None = None
+        self.mirror = Mirror(self)
+        """The values, as the optimizer replaces them."""
         self.grads = GradientState(self)
         """Its gradients; empty unless it is trainable."""
 
@@ -260,7 +260,7 @@ class SegmentState:
         if self.master_copy is not None:
             return self.master_copy.tensor
         values = self.full if self.home is None else self.home.resident
-        return None if values is None else self._stepped_part(values)
+        return None if values is None else self.stepped_part(values)
 
     def read_values(self) -> Tensor:
         """This rank's part of the values in their full width, in memory, only to be read."""
@@ -274,7 +274,7 @@ class SegmentState:
             self.home.put_back()
         return values
 
-    def _stepped_part(self, values: Tensor) -> Tensor:
+    def stepped_part(self, values: Tensor) -> Tensor:
         """The part of ``full`` or ``home`` that mirrors ``master``."""
         partly = values.numel() > self.num_stepped
         return values[self.lo : self.hi] if partly else values
@@ -283,6 +283,23 @@ class SegmentState:
     def home_on_disk(self) -> bool:
         """Whether the values are on disk between uses."""
         return self.home is not None and self.home.resident is None
+
+    @property
+    def resident_values(self) -> Tensor:
+        """The values in the dtype that computes, where they stay in memory."""
+        values = self.full if self.home is None else self.home.resident
+        assert values is not None
+        return values
+
+    @property
+    def optimizer_on_host(self) -> bool:
+        """Whether the optimizer works in host memory."""
+        one_memory = self.around.device.type == "cpu"
+        return one_memory or self.placement.optim.tier is not Tier.DEVICE
+
+    def forget_near(self) -> None:
+        """The values change: what was brought up for the next gather is old."""
+        self._near = None
 
     @property
     def needs_pieces(self) -> bool:
@@ -303,139 +320,12 @@ class SegmentState:
         if where.params.tier is Tier.DEVICE:
             moved("up", values)
 
-    @property
-    def publishes(self) -> bool:
-        """Whether the ranks step slices of values that each of them holds whole."""
-        return self.placement.optim.sharded and not self.cut
-
-    def publish(self) -> Pending:
-        """Start to collect the slices that the ranks have stepped."""
-        values = self.full if self.home is None else self.home.resident
-        assert values is not None
-        return self._publish(values)
-
-    def _publish(self, values: Tensor) -> Pending:
-        what = f"all-gather of the new parameters of unit {self.spec.unit or 'root'}"
-        gather = self.around.world.gather
-        if values.device == self.around.device:
-            return gather.all_gather(values, values[self.lo : self.hi], tag=self.tag, what=what)
-        visitor = values.to(self.around.device)  # a collective of the device, values of the host
-        gather.all_gather(visitor, visitor[self.lo : self.hi], tag=self.tag, what=what).wait()
-        self.around.border.down(visitor, values).wait()
-        return DONE
-
-    @contextmanager
-    def updating(self, *, keeps: bool) -> Iterator[Tensor]:
-        """The values that mirror ``master`` ``[num_stepped]``, in the dtype that computes and on
-        the optimizer's side of the border, to be replaced; ``keeps``: only a part of them.
-
-        What comes from disk is published, too, and back on disk when the context ends; for what
-        stays in memory :meth:`publish` follows.
-        """
-        self._near = None
-        if self.home is None:
-            part = self._stepped_part(self.full)
-            target = self._to_optimizer(part, keeps=keeps)
-            yield target
-            self._from_optimizer(target, part)
-            return
-        with self.home.updating(keeps=keeps) as values:
-            part = self._stepped_part(values)
-            target = self._to_optimizer(part, keeps=keeps)
-            yield target
-            self._from_optimizer(target, part)
-            if self.home_on_disk and self.publishes:
-                self._publish(values).wait()
-
-    def _to_optimizer(self, values: Tensor, *, keeps: bool) -> Tensor:
-        """A tensor for the new ``values`` where the optimizer works."""
-        border = self.around.border
-        if self._on_host(values) == self._optimizer_on_host:
-            return values
-        if not self._optimizer_on_host:
-            return border.up(values).wait()
-        target = border.download_target(values)
-        if keeps:
-            target.copy_(values)
-        return target
-
-    def _from_optimizer(self, target: Tensor, values: Tensor) -> None:
-        if target is values:
-            return
-        if self._optimizer_on_host:
-            self.around.border.upload(target, values)
-        else:
-            self.around.border.down(target, values).wait()
-
-    def _on_host(self, tensor: Tensor) -> bool:
-        return tensor.device.type == "cpu"
-
-    @property
-    def _optimizer_on_host(self) -> bool:
-        one = self.around.device.type == "cpu"
-        return one or self.placement.optim.tier is not Tier.DEVICE
-
-    @property
-    def may_step_ahead(self) -> bool:
-        """Whether it can be stepped while backward still reads the parameters: as a slice, of which
-        only gathered copies are read, or as a copy whose mirror follows at the boundary."""
-        mirrored = self.master_copy is not None and not self.home_on_disk
-        return self.placement.optim.sharded and (self.cut or mirrored)
-
-    def begin_update(self) -> Tensor:
-        """As :meth:`updating`, for all values, until :meth:`end_update` (on any rank when it likes)
-        and :meth:`land_update` (at the boundary): values that every rank holds whole may still be
-        read, so the new ones wait beside them."""
-        self._near = None
-        if self.cut:
-            assert self.home is not None
-            self._target = self._to_optimizer(self.home.take(), keeps=False)
-            return self._target
-        part = self._replicated_part
-        if self._optimizer_on_host and not self._on_host(part):
-            self._target = self.around.border.download_target(part)
-        else:
-            self._waiting = self.around.pool.take(part.numel(), self.dtype)
-            self._target = self._waiting.view(self.dtype)[: part.numel()]
-        self._target.copy_(part)  # edits since the last step are looked for in it
-        return self._target
-
-    @property
-    def _replicated_part(self) -> Tensor:
-        values = self.full if self.home is None else self.home.resident
-        assert values is not None
-        return self._stepped_part(values)
-
-    def end_update(self) -> None:
-        """The new values are made; those of a slice are at home."""
-        if not self.cut:
-            return
-        assert self.home is not None and self._target is not None
-        target, self._target = self._target, None
-        if self.home.resident is not None:
-            self._from_optimizer(target, self.home.resident)
-        self.home.keep()
-
-    def land_update(self, *, keep: bool = True) -> None:
-        """Nobody reads the old values any more; ``keep=False``: the new ones are given up."""
-        if self.cut or self._target is None:
-            return
-        target, self._target = self._target, None
-        part = self._replicated_part
-        if keep and target.device == part.device:
-            part.copy_(target)
-        elif keep:
-            self.around.border.upload(target, part)
-        if self._waiting is not None:
-            self.around.pool.give(self._waiting)
-            self._waiting = None
-
     # -- edits -------------------------------------------------------------------------------------
 
     def write_back(self) -> None:
         """Make what is in ``full`` (edited while whole) the truth: home and master follow."""
         if self.home is not None:
-            self._near = None
+            self.forget_near()
             self.around.world.gather.settle()
             self.home.write(self.full[self.lo : self.hi] if self.cut else self.full)
         self._refresh_master()
@@ -449,8 +339,8 @@ class SegmentState:
     def _refresh_master(self) -> None:
         if self.master_copy is None:
             return
-        low = self._stepped_part(self.full)
-        if self._optimizer_on_host and not self._on_host(low):
+        low = self.stepped_part(self.full)
+        if self.optimizer_on_host and low.device.type != "cpu":
             low = self.around.border.down(low).wait()
         self.master_copy.adopt(low)
 
@@ -461,7 +351,7 @@ class SegmentState:
         if not self.transient or self.buffer.held:
             self.full.copy_(flat)
         if self.home is not None:
-            self._near = None
+            self.forget_near()
             self.around.world.gather.settle()
             self.home.write((flat[self.lo : self.hi] if self.cut else flat).to(self.dtype))
         if self.master_copy is not None:

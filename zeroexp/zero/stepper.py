@@ -135,7 +135,9 @@ class Stepper:
 
     def publish(self, active: Sequence[SegmentState]) -> None:
         """The values of ``active`` are new on this rank: bring them to the others."""
-        for pending in [s.publish() for s in active if s.publishes and not s.home_on_disk]:
+        for pending in [
+            s.mirror.publish() for s in active if s.mirror.publishes and not s.home_on_disk
+        ]:
             pending.wait()
         # A graph made before this step must not be used after it; ``.data`` hides the change.
         torch.autograd.graph.increment_version([p for s in active for p in s.params])
@@ -164,7 +166,7 @@ class Stepper:
             for segment in segments:
                 runs = self.present(segment, touched)
                 gradient = stack.enter_context(segment.grads.stepped())
-                values = stack.enter_context(segment.updating(keeps=True))
+                values = stack.enter_context(segment.mirror.updating(keeps=True))
                 if scale != 1.0 and not isinstance(optimizer, FusesPasses):
                     gradient.mul_(scale)
                 for run in runs:
@@ -196,7 +198,7 @@ class Stepper:
             partly = sum(r.stop - r.start for r in runs) < segment.num_stepped
             with (
                 segment.grads.stepped() as gradient,
-                segment.updating(keeps=partly) as values,
+                segment.mirror.updating(keeps=partly) as values,
             ):
                 pieces.step(segment, runs, gradient, values)
         pieces.finish()
