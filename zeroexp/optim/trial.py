@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+
+from zeroexp.optim.twin import bare_twin, plain_step
 
 
 def trial(
@@ -22,18 +24,11 @@ def trial(
     Returns the stepped copies and their state. What the optimizer raises comes through.
     """
     params = [t.clone() for t in start]
-    twin = object.__new__(type(optimizer))
-    twin.__dict__ = {
-        **optimizer.__dict__,
-        "state": defaultdict(dict),
-        "param_groups": [{**optimizer.param_groups[group], "params": params}],
-        "_optimizer_step_pre_hooks": OrderedDict(),
-        "_optimizer_step_post_hooks": OrderedDict(),
-    }
-    for name in ("step", "zero_grad"):  # methods an engine or a scheduler put on the instance
-        twin.__dict__.pop(name, None)
-    for step in grads:
-        for param, grad in zip(params, step, strict=True):
+    groups = [{**optimizer.param_groups[group], "params": params}]
+    twin = bare_twin(optimizer, state=defaultdict(dict), param_groups=groups)
+    step = plain_step(optimizer)
+    for values in grads:
+        for param, grad in zip(params, values, strict=True):
             param.grad = grad.clone()
-        twin.step()
+        step(twin)
     return [p.detach() for p in params], [dict(twin.state[p]) for p in params]

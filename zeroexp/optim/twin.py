@@ -4,8 +4,7 @@ part, on any thread, without touching the user's object until the step is over."
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from types import MethodType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +13,27 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from zeroexp.optim.face import State
+
+
+def plain_step(optimizer: Optimizer) -> Callable[[Any], Any]:
+    """Its ``step`` as a function, without torch's wrapper that calls the hooks."""
+    step = type(optimizer).step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
+def bare_twin(optimizer: Optimizer, **attributes: Any) -> Any:
+    """Another object of its class with its attributes, but for those given; without its hooks, and
+    without the methods that an engine or a scheduler put on the instance."""
+    twin = object.__new__(type(optimizer))
+    twin.__dict__ = {
+        **optimizer.__dict__,
+        "_optimizer_step_pre_hooks": OrderedDict(),
+        "_optimizer_step_post_hooks": OrderedDict(),
+        **attributes,
+    }
+    for name in ("step", "zero_grad"):
+        twin.__dict__.pop(name, None)
+    return twin
 
 
 class Twin:
@@ -27,14 +47,11 @@ class Twin:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._attributes = dict(optimizer.__dict__)
+        self._template = bare_twin(optimizer)
         self._groups = [_copied(group) for group in optimizer.param_groups]
         self._groups_after: dict[int, dict[str, Any]] = {}
         self._attributes_after: dict[str, Any] | None = None
-        plain = type(optimizer).step
-        if getattr(plain, "hooked", False):  # torch's wrapper, which calls the hooks
-            plain = getattr(plain, "__wrapped__", plain)
-        self._plain = plain
+        self._step = plain_step(optimizer)
         self._call_hooks("pre")
 
     def changed(self) -> bool:
@@ -52,19 +69,10 @@ class Twin:
     ) -> None:
         """Step the tensors of each parameter group, which carry their gradients; ``attributes`` are
         set on the optimizer for this piece."""
-        piece: Any = object.__new__(type(self._optimizer))
         chosen = [i for i, tensors in enumerate(groups) if tensors]
-        piece.__dict__ = {
-            **self._attributes,
-            **attributes,
-            "state": state,
-            "param_groups": [
-                {**_copied(self._groups[i]), "params": list(groups[i])} for i in chosen
-            ],
-            "_optimizer_step_pre_hooks": OrderedDict(),
-            "_optimizer_step_post_hooks": OrderedDict(),
-        }
-        MethodType(self._plain, piece)()
+        parts = [{**_copied(self._groups[i]), "params": list(groups[i])} for i in chosen]
+        piece = bare_twin(self._template, state=state, param_groups=parts, **attributes)
+        self._step(piece)
         for i, group in zip(chosen, piece.param_groups, strict=True):
             self._groups_after.setdefault(i, {k: v for k, v in group.items() if k != "params"})
         if self._attributes_after is None:
@@ -73,7 +81,7 @@ class Twin:
                 for name, value in piece.__dict__.items()
                 if name not in attributes
                 and name not in _ITS_OWN
-                and value is not self._attributes.get(name)
+                and value is not self._template.__dict__.get(name)
             }
 
     def finish(self) -> None:

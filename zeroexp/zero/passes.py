@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,22 +20,33 @@ class FusesPasses(Protocol):
     copy_out: dict[Tensor, Tensor]
 
 
+def settings(optimizer: Optimizer, scale: float, copies: Mapping[Tensor, Tensor]) -> dict[str, Any]:
+    """The attributes by which ``optimizer`` saves the passes in one step; none if it does not."""
+    if not isinstance(optimizer, FusesPasses):
+        return {}
+    return {"grad_scale": scale, "copy_out": dict(copies)}
+
+
 @contextmanager
 def fused(optimizer: Optimizer, scale: float, copies: Mapping[Tensor, Tensor]) -> Iterator[None]:
     """Around one step: afterwards ``copies`` (stepped tensor to its copy) hold the new values.
 
     An optimizer that is not :class:`FusesPasses` finds its gradients scaled already.
     """
-    if not isinstance(optimizer, FusesPasses):
-        yield
-        for master, copy in copies.items():
-            copy.copy_(master)
-        return
-    optimizer.grad_scale, optimizer.copy_out = scale, dict(copies)
+    saved = settings(optimizer, scale, copies)
+    optimizer.__dict__.update(saved)
     try:
         yield
     finally:
-        optimizer.grad_scale, optimizer.copy_out = 1.0, {}
+        optimizer.__dict__.update(settings(optimizer, 1.0, {}))
+    if not saved:
+        write_copies(copies)
+
+
+def write_copies(copies: Mapping[Tensor, Tensor]) -> None:
+    """The pass that brings new values from each stepped tensor to its copy."""
+    for master, copy in copies.items():
+        copy.copy_(master)
 
 
 def give_gradient(optimizer: Optimizer, tensor: Tensor, grad: Tensor) -> None:

@@ -17,7 +17,7 @@ from zeroexp.optim.history import Run, per_element
 from zeroexp.optim.twin import Twin
 from zeroexp.zero.disk import DiskState
 from zeroexp.zero.master import adopt
-from zeroexp.zero.passes import FusesPasses, give_gradient
+from zeroexp.zero.passes import FusesPasses, give_gradient, settings, write_copies
 from zeroexp.zero.segment import SegmentState
 
 _READ_AHEAD = 2
@@ -142,22 +142,20 @@ class PieceStep:
     ) -> None:
         groups: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
         groups[segment.spec.group - self._first_group] = [p.master for p in pieces]
-        copies = {p.master: values[p.start : p.stop].view(p.master.shape) for p in pieces}
+        copies = {}
+        if segment.master_copy is not None:
+            copies = {p.master: values[p.start : p.stop].view(p.master.shape) for p in pieces}
         for piece in pieces:
             part = gradient[piece.start : piece.stop].view(piece.master.shape)
             give_gradient(self._optimizer, piece.master, part)
-        if segment.master_copy is None:
-            copies = {}
-        ours = isinstance(self._optimizer, FusesPasses)
-        attributes = {"grad_scale": self._scale, "copy_out": copies} if ours else {}
+        saved = settings(self._optimizer, self._scale, copies)
         try:
-            self._twin.step(groups, state, attributes=attributes)
+            self._twin.step(groups, state, attributes=saved)
         finally:
             for piece in pieces:
                 piece.master.grad = None
-        if not ours:
-            for master, copy in copies.items():
-                copy.copy_(master)
+        if not saved:
+            write_copies(copies)
 
     def _state_of(
         self, pieces: Sequence[Piece], columns: dict[str, Tensor], first: int
