@@ -22,7 +22,6 @@ from zeroexp.config import Config
 from zeroexp.errors import ModelError, OptimizerError
 from zeroexp.layout import Layout
 from zeroexp.ledger import Ledger
-from zeroexp.moe import experts_left_out, moe_layers, name_layers, update_biases
 from zeroexp.optim.face import Collect, Face, state_left_behind
 from zeroexp.optim.groups import group_numbers
 from zeroexp.placement import Tier, place
@@ -32,6 +31,7 @@ from zeroexp.zero.attachment import Attachment
 from zeroexp.zero.backward import Backward
 from zeroexp.zero.boundary import Boundary
 from zeroexp.zero.buffer import SparePages
+from zeroexp.zero.companion import companions
 from zeroexp.zero.delayed import DelayedSteps
 from zeroexp.zero.disk import disk_for
 from zeroexp.zero.early import EarlyStep, early_step
@@ -183,16 +183,11 @@ class Engine:
             self._backward.gradient_arrives,
         )
         self._attachment = Attachment(self.model, self.residency, hooks, root, self._forward_begins)
-        name_layers(module)
-        self._has_experts = bool(moe_layers(module))
-        left_out = experts_left_out(module, groups) if self.optimizers else []
-        if left_out and self.rank == 0:
-            _LOG.warning(
-                "no optimizer holds %s (%d parameters of experts): they will never be stepped. "
-                "Build the optimizer after the experts, or freeze them with requires_grad_(False)",
-                left_out[0],
-                len(left_out),
-            )
+        self._companions = companions(module)
+        if self.rank == 0 and self.optimizers:
+            for companion in self._companions:
+                for warning in companion.warnings(groups):
+                    _LOG.warning("%s", warning)
         self._closed = self._warned = False
         self.scheduler: Any = None
         """A learning-rate scheduler that :meth:`step` advances after each applied step, if set."""
@@ -374,8 +369,8 @@ class Engine:
         if not self._window.complete:
             return False
         applied = self._boundary.step(self._chosen(optimizer))
-        if applied and self._has_experts:
-            update_biases(self.module, self.world.control)
+        for companion in self._companions if applied else ():
+            companion.after_step(self.world.control)
         if applied and self.scheduler is not None:
             self.scheduler.step()
         self.ledger.mark_step()

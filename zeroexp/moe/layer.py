@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from zeroexp.moe.losses import LossWeights
 from zeroexp.moe.registry import GATES, usual_gate
 from zeroexp.moe.routing import Routing
 from zeroexp.moe.statistics import Statistics
+
+if TYPE_CHECKING:
+    from zeroexp.moe.companion import ExpertCompanion
 
 UNTAKEN = 64
 """Forward passes in training whose losses may lie untaken before it is an error."""
@@ -214,6 +217,13 @@ class MoE(nn.Module):
         for p in self.experts.expert_parameters():
             full = f"experts.{p.name}"
             yield ExpertParameter(full, p.parameter, p.experts, p.num_experts, p.stacked)
+
+    @staticmethod
+    def zeroexp_companion(model: nn.Module) -> ExpertCompanion:
+        """What the engine calls for all MoE layers of ``model``."""
+        from zeroexp.moe.companion import ExpertCompanion  # it looks for layers: known after them
+
+        return ExpertCompanion(model)
 
     def extra_repr(self) -> str:
         ids = self.experts.ids
