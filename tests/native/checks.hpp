@@ -1,4 +1,4 @@
-// Counted checks, and elements of every type by the definition of their format: no bit tricks of the kernels.
+// Elements of every type by the definition of their format: no bit tricks of the kernels.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -10,24 +10,10 @@
 #include <string>
 #include <vector>
 
+#include "counted.hpp"
 #include "kernels/table.hpp"
 
 namespace zeroexp::test {
-
-inline int failures = 0;
-inline int checks = 0;
-
-// The message is put together only when it is needed: there are millions of checks.
-template <class... Parts>
-void check(bool ok, const Parts&... message) {
-  ++checks;
-  if (ok) return;
-  ++failures;
-  if (failures > 20) return;
-  std::ostringstream text;
-  (text << ... << message);
-  std::fprintf(stderr, "FAILED: %s\n", text.str().c_str());
-}
 
 // Any NaN is the same as any other; 0 and -0 differ.
 template <class Real>

@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "counted.hpp"
 #include "host_range.hpp"
 #include "io/checksum.hpp"
 #include "io/engine.hpp"
@@ -32,22 +33,10 @@ namespace {
 
 using namespace zeroexp;
 using namespace zeroexp::io;
+using zeroexp::test::check;
 using Bytes = std::vector<unsigned char>;
 
-int failures = 0;
-int checks = 0;
 std::string folder;
-
-template <class... Parts>
-void check(bool ok, const Parts&... message) {
-  ++checks;
-  if (ok) return;
-  ++failures;
-  if (failures > 20) return;
-  std::ostringstream text;
-  (text << ... << message);
-  std::fprintf(stderr, "FAILED: %s\n", text.str().c_str());
-}
 
 unsigned char pattern(std::size_t i) { return static_cast<unsigned char>((i * 2654435761u) >> 7); }
 
@@ -591,6 +580,6 @@ int main() {
     unlink((folder + "/" + file).c_str());
   }
   check(rmdir(folder.c_str()) == 0, "no other files were made");
-  std::printf("%d checks, %d failures\n", checks, failures);
-  return failures == 0 ? 0 : 1;
+  std::printf("%d checks, %d failures\n", zeroexp::test::checks, zeroexp::test::failures);
+  return zeroexp::test::failures == 0 ? 0 : 1;
 }
