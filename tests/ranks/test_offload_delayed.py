@@ -79,3 +79,51 @@ def test_equals_the_stale_loop(ranks: Any, tmp_path: Path, num_ranks: int) -> No
             assert furthest(weights_now, wanted) < 1e-6, (stage, kind)
             assert found in (None, digest(weights_now)), (stage, kind)
             found = digest(weights_now)
+
+
+BAD = 2
+"""The step whose loss is not finite."""
+
+
+def losses_of(model: Any, batch: Any, step: int) -> Tensor:
+    loss: Tensor = model(*batch)
+    return loss * float("inf") if step == BAD else loss
+
+
+def stale_loop_that_skips() -> dict[str, Tensor]:
+    """A skipped step has no gradient to give; the one before it is applied in its turn."""
+    model = tiny_gpt()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    held: list[Tensor | None] | None = None
+    for step, batch in enumerate(token_batches(STEPS, SEQUENCES)[: BAD + 1]):
+        optimizer.zero_grad()
+        losses_of(model, batch, step).backward()
+        grads = [None if p.grad is None else p.grad.clone() for p in trained]
+        if held is not None:
+            for p, grad in zip(trained, held, strict=True):
+                p.grad = grad
+            optimizer.step()
+        held = None if step == BAD else grads
+    return weights(model)
+
+
+def skipping(folder: str) -> dict[str, Tensor]:
+    model = tiny_gpt()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    keys = {"offload_kind": "cpu", "offload_delayed_update": True, "precision_nonfinite": "skip"}
+    engine = Engine(model, torch.optim.AdamW(trained, lr=1e-2), settings(1, **keys))
+    for step, batch in enumerate(token_batches(STEPS, SEQUENCES)[: BAD + 1]):
+        pieces = next(iter(micro_batches(batch, 1)))
+        engine.backward(losses_of(engine, pieces, step))
+        engine.step()
+    # What the next forward sees, not what is saved: that has all that was begun.
+    seen = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    engine.close()
+    return seen
+
+
+def test_a_skipped_step_does_not_hold_up_the_one_before(ranks: Any, tmp_path: Path) -> None:
+    (seen,) = ranks(1)(skipping, str(tmp_path))
+    wanted = stale_loop_that_skips()
+    assert all(torch.equal(value, wanted[name]) for name, value in seen.items())

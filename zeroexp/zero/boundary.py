@@ -201,6 +201,8 @@ class Boundary:
         torn = self._early is not None and self._early.begun
         if self._early is not None:
             self._early.end()
+        if not stop:
+            self._delayed.publish()  # only this step is skipped, not the one before
         name, owner = "", -1
         if stop or self._scale.at_floor:
             segments = [s for stepper in steppers for s in stepper.segments]
