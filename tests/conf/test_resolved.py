@@ -274,15 +274,14 @@ def test_the_digest_changes_with_what_results_depend_on_and_with_nothing_else(ke
     assert (changed.digest() == before.digest()) == (key in SILENT)
 
 
-def test_tiers_are_resolved_and_the_folder_of_swap_files_where_there_are_any(
+def test_tiers_and_the_folder_of_swap_files_are_resolved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for kind, (optim, params) in OFFLOAD_TIERS.items():
         found = Config.from_mapping({"offload": kind}).resolved()
         assert (found.offload.optim, found.offload.params) == (optim, params)
-        folder = f"{tmp_path}/runs/swap" if kind.startswith("nvme") else None
-        assert found.offload.nvme.dir == folder
+        assert found.offload.nvme.dir == f"{tmp_path}/runs/swap"
         assert Config.from_mapping(found.to_dict()).resolved() == found
     one = Config.from_mapping({"offload.params": "nvme", "offload.nvme.dir": "here"}).resolved()
     assert one.offload.nvme.dir == f"{tmp_path}/here"

@@ -191,9 +191,8 @@ class Config:
 
     def _resolved_offload(self) -> OffloadConfig:
         offload = self.offload
-        nvme = offload.nvme
-        if offload.uses_files:  # elsewhere the key is one that would do nothing
-            nvme = replace(nvme, dir=_absolute(nvme.dir or str(Path(self.paths.runs) / "swap")))
+        folder = offload.nvme.dir or str(Path(self.paths.runs) / "swap")
+        nvme = replace(offload.nvme, dir=_absolute(folder))
         return replace(offload, optim=offload.optim_tier, params=offload.params_tier, nvme=nvme)
 
     def _resolved_schedule(self) -> ScheduleConfig:
