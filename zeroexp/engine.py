@@ -501,7 +501,16 @@ class Engine:
             self._delayed.publish()
         self._delayed.close()
         if self._early is not None:
+            if self._early.begun:
+                _LOG.warning(
+                    "the engine ends between a backward and its step, a part of which was made in "
+                    "backward: weights are between two steps (offload.step_in_backward)"
+                )
+            if collective:
+                self._early.end()
             self._early.close()
+        if self.disk is not None and collective:
+            self.disk.flush()  # what goes wrong with the last bytes is an error now
         for stepper in self.steppers:
             stepper.face.retire(self._collector(stepper) if collective else _lost)
         if not collective:

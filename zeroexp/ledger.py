@@ -121,10 +121,7 @@ class Ledger:
         on which side of the border they were made and used."""
         self._moved[way] += nbytes
 
-    def transfer_bytes(self) -> dict[str, int]:
-        """Bytes that went ``down`` and ``up`` so far."""
-        return {way: n for way, n in sorted(self._moved.items()) if n}
-
     def transfer_bytes_per_step(self) -> dict[str, int]:
-        """The same during the last complete step, evaluation passes before it included."""
+        """Bytes that went ``down`` and ``up`` during the last complete step, evaluation passes
+        before it included."""
         return {way: n for way, n in sorted(self._moved_last_step.items()) if n}

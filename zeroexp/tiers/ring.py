@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from enum import Enum
 from typing import Protocol
 
@@ -77,10 +76,6 @@ class Ring:
     def num_bytes(self) -> int:
         """Bytes of all slots."""
         return self.num_slots * self.slot_bytes
-
-    def slots_of(self, occupant: Occupant) -> Iterator[Slot]:
-        """The slots that ``occupant`` fills now."""
-        return (slot for slot in self._slots if slot.occupant is occupant)
 
     def take(self, *, must: bool) -> Slot | None:
         """A slot in state TAKEN: one that is free or whose write is over.

@@ -256,15 +256,6 @@ class Disk:
         for file in self._files:
             file.flush()
 
-    def close(self) -> None:
-        """End all transfers and remove the files."""
-        try:
-            for file in self._files:
-                file.close()
-            self._engine.close()
-        finally:
-            self._folder.close()
-
 
 def _even(numel: int, step: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, numel)) for start in range(0, numel, step)]

@@ -222,11 +222,6 @@ class Stepper:
 
     # -- in backward -------------------------------------------------------------------------------
 
-    @property
-    def begun(self) -> bool:
-        """Whether a part of the step is made already."""
-        return self._pieces is not None
-
     def step_ahead(self, segment: SegmentState, values: Tensor) -> Callable[[], None]:
         """Take ``segment``, whose parameters all have their reduced gradients, out of the step to
         come; the returned function steps it on any thread and writes into ``values``."""
