@@ -11,8 +11,6 @@ _OF_MODULES = (
     "on_before_optimizer_step",
     "configure_gradient_clipping",
     "optimizer_step",
-    "optimizer_zero_grad",
-    "lr_scheduler_step",
 )
 _OF_CALLBACKS = ("on_after_backward", "on_before_optimizer_step")
 

@@ -55,6 +55,7 @@ class Residency:
         self._units = sharded
         self._around = around
         self._prefetch = prefetch
+        self._far = any(u.off_device for u in sharded)
         self._keeps = keeps
         self._direction: Direction | None = None
         self._issued: set[int] = set()
@@ -198,7 +199,7 @@ class Residency:
                 unit.gather()
                 self._issued.add(id(unit))
                 self._ahead.append(unit)
-        if self._prefetch:
+        if self._prefetch and self._far:
             for unit in order.units[at + 1 : at + 1 + _FROM_DISK]:
                 if id(unit) not in self._issued:
                     unit.prefetch()

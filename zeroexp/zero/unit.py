@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from zeroexp.comm import Pending
 from zeroexp.errors import CollectiveTimeout, ModelError
+from zeroexp.placement import Tier
 from zeroexp.zero.gradient import GradientState, Reduction
 from zeroexp.zero.segment import SegmentState
 
@@ -112,6 +113,11 @@ class UnitState:
     def collective(self) -> bool:
         """Whether a gather needs the other ranks."""
         return any(s.cut for s in self._transient)
+
+    @property
+    def off_device(self) -> bool:
+        """Whether parameters must be brought to the device."""
+        return any(s.placement.params.tier is not Tier.DEVICE for s in self._transient)
 
     @property
     def on_disk(self) -> bool:
