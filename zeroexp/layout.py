@@ -45,7 +45,8 @@ class ParamSpec:
 
     ``aliases`` are the further names of a tied parameter. ``group`` is the optimizer group it is
     stepped in (-1: none); parameters of different groups never share a segment, so each keeps its
-    own hyperparameters.
+    own hyperparameters. One that is ``tied`` to a copy in another stage of a pipeline has a segment
+    of its own, so that all copies are cut alike.
     """
 
     name: str
@@ -54,6 +55,7 @@ class ParamSpec:
     trainable: bool = True
     aliases: tuple[str, ...] = ()
     group: int = 0
+    tied: bool = False
 
     @property
     def numel(self) -> int:
@@ -208,10 +210,10 @@ def make_segment(specs: Sequence[ParamSpec], unit: str, shards: int) -> Segment:
 
 def make_unit(name: str, specs: Sequence[ParamSpec], shards: int) -> Unit:
     """Sort ``specs`` into segments, in order of first appearance."""
-    kinds: dict[tuple[str, bool, int], list[ParamSpec]] = {}
+    kinds: dict[tuple[str, bool, int, str], list[ParamSpec]] = {}
     for spec in specs:
-        group = spec.group if spec.trainable else -1
-        kinds.setdefault((spec.dtype, spec.trainable, group), []).append(spec)
+        group, alone = spec.group if spec.trainable else -1, spec.name if spec.tied else ""
+        kinds.setdefault((spec.dtype, spec.trainable, group, alone), []).append(spec)
     return Unit(name, tuple(make_segment(group, name, shards) for group in kinds.values()))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroexp.checkpoint.across import collect, hand_out, note_of_rank_0
 from zeroexp.comm.notes import exchange_notes
 from zeroexp.errors import CheckpointError
 from zeroexp.optim.history import Run, per_element
@@ -37,18 +38,24 @@ def _widen(value: Tensor) -> Tensor:
 
 def model_state(model: ShardedModel) -> dict[str, Tensor]:
     """See :meth:`zeroexp.engine.Engine.state_dict`."""
-    first = model.around.world.rank == 0
+    world = model.around.world
     values: dict[int, Tensor] = {}
     for segment in model.segments:
         whole = model.master_whole(segment)
-        if first:
+        if world.first:
             for slot, param in zip(segment.spec.slots, segment.params, strict=True):
                 values[id(param)] = _widen(whole[slot.offset : slot.stop].view(slot.spec.shape))
-    if not first:
+    if not world.first:
         return {}
-    return {
-        name: values[id(t)] if id(t) in values else _widen(t) for name, t in _entries(model.module)
+    entries = dict(_entries(model.module))
+    here = {
+        name: values[id(t)] if id(t) in values else _widen(t)
+        for name, t in entries.items()
+        if model.speaks_for(name, t)
     }
+    device = model.around.device
+    found = collect(world, here, device, "collection of the model's state", everywhere=False)
+    return {name: found[name] for name in entries} if world.rank == 0 else {}
 
 
 def load_model_state(model: ShardedModel, state: Mapping[str, Tensor], *, strict: bool) -> None:
@@ -61,17 +68,19 @@ def load_model_state(model: ShardedModel, state: Mapping[str, Tensor], *, strict
         problem = _mismatch(entries, state, strict)
     else:
         problem = None
-    notes = exchange_notes(world.control, [problem, present], "check of a checkpoint")
-    if notes[0][0]:
-        raise CheckpointError(notes[0][0])
-    given = set(notes[0][1])
+    problem, present = note_of_rank_0(world, [problem, present], "check of a checkpoint")
+    if problem:
+        raise CheckpointError(problem)
+    given = set(present)
+    if world.first:
+        wanted = [n for n, t in entries.items() if n in given and model.holds(n, t)]
+        state = hand_out(world, state, wanted, model.around.device, "load of the model's state")
     for segment in model.segments:
         _load_segment(model, segment, entries, given, state)
     for name, tensor in entries.items():
-        if name in given and not isinstance(tensor, nn.Parameter):
-            value = (
-                state[name].to(tensor.device, tensor.dtype) if world.rank == 0 else tensor.clone()
-            )
+        here = name in given and model.holds(name, tensor)
+        if here and not isinstance(tensor, nn.Parameter):
+            value = state[name].to(tensor.device, tensor.dtype) if world.first else tensor.clone()
             world.control.broadcast(
                 value.contiguous(), source=0, tag=0, what=f"load of buffer {name}"
             ).wait()
@@ -117,7 +126,7 @@ def _load_segment(
     if not any(name for _, name in wanted):
         return
     flat = model.master_whole(segment).clone()
-    if model.around.world.rank == 0:
+    if model.around.world.first:
         for slot, name in wanted:
             if name is not None:
                 flat[slot.offset : slot.stop].copy_(state[name].reshape(-1))
@@ -164,7 +173,7 @@ def optimizer_state(
 ) -> dict[str, Any]:
     """See :meth:`zeroexp.engine.Engine.optimizer_state_dict`; ``everywhere``: on every rank."""
     world = model.around.world
-    wanted = everywhere or world.rank == 0
+    wanted = everywhere or world.first
     numbers = _numbers(stepper)
     out: dict[int, dict[str, Any]] = {}
     for segment in stepper.segments:
@@ -191,11 +200,42 @@ def optimizer_state(
                 entry.update({k: _unscalar(v) for k, v in note["scalars"].items()})
     if not wanted:
         return {}
+    out = _over_the_pipe(model, out, everywhere=everywhere)
+    if not (everywhere or world.rank == 0):
+        return {}
     groups = []
     for group in stepper.optimizer.param_groups:
         packed = {k: v for k, v in group.items() if k != "params"}
         groups.append({**packed, "params": [numbers[id(p)] for p in group["params"]]})
     return {"state": {i: out[i] for i in sorted(out)}, "param_groups": groups}
+
+
+def _over_the_pipe(
+    model: ShardedModel, mine: Mapping[int, Mapping[str, Any]], *, everywhere: bool
+) -> dict[int, dict[str, Any]]:
+    """The states by parameter number of all parts of the model."""
+    world, what = model.around.world, "collection of the stages' optimizer state"
+    if world.pipe.size == 1:
+        return {number: dict(entry) for number, entry in mine.items()}
+    large = {
+        f"{number}.{key}": value
+        for number, entry in mine.items()
+        for key, value in entry.items()
+        if isinstance(value, Tensor) and value.dim()
+    }
+    small = {
+        str(number): {k: _scalar(v) for k, v in entry.items() if f"{number}.{k}" not in large}
+        for number, entry in mine.items()
+    }
+    found = collect(world, large, model.around.device, what, everywhere=everywhere)
+    out: dict[int, dict[str, Any]] = {}
+    for note in exchange_notes(world.pipe, small, what):
+        for number, entry in note.items():
+            out[int(number)] = {key: _unscalar(value) for key, value in entry.items()}
+    for name, value in found.items():
+        number, _, key = name.partition(".")
+        out[int(number)][key] = value
+    return out
 
 
 def _collect(model: ShardedModel, segment: SegmentState, flat: Tensor) -> Tensor:
@@ -215,13 +255,14 @@ def load_optimizer_state(model: ShardedModel, stepper: Stepper, saved: Mapping[s
     note: dict[str, Any] = {}
     if world.rank == 0:
         note = _summarise(stepper, saved, numbers, {n: p for p, n in _named(model)})
-    note = exchange_notes(world.control, note, "check of an optimizer checkpoint")[0]
+    note = note_of_rank_0(world, note, "check of an optimizer checkpoint")
     if "problem" in note:
         raise CheckpointError(note["problem"])
     for group, values in zip(stepper.optimizer.param_groups, note["groups"], strict=True):
         for key, value in values.items():
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
     stepper.face.state.clear()
+    given = _handed_out(model, stepper, saved, note["params"], numbers)
     for segment in stepper.segments:
         stepper.reset_history(segment)
         infos = [note["params"].get(str(numbers[id(p)])) for p in segment.params]
@@ -230,7 +271,7 @@ def load_optimizer_state(model: ShardedModel, stepper: Stepper, saved: Mapping[s
             [repr(info and sorted(info["scalars"].items())) for info in infos], stepper.face.state
         )
         keys = sorted({k for info in infos if info for k in info["elements"]})
-        flats = {k: _scatter(model, stepper, segment, k, saved, infos, numbers) for k in keys}
+        flats = {k: _scatter(model, segment, k, given, infos, numbers) for k in keys}
         for run in history.runs:
             info = infos[run.slots[0]] if run.slots else next((i for i in infos if i), None)
             if info is None:
@@ -250,7 +291,7 @@ _CHANGES_THE_UPDATE = ("amsgrad", "maximize", "centered", "nesterov")
 
 
 def _named(model: ShardedModel) -> list[tuple[int, str]]:
-    return [(id(p), n) for n, p in model.params.items()]
+    return [(id(p), n) for n, p in (*model.params.items(), *model.elsewhere.items())]
 
 
 def _summarise(
@@ -307,25 +348,46 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def _scatter(
+def _handed_out(
     model: ShardedModel,
     stepper: Stepper,
+    saved: Mapping[str, Any],
+    infos: Mapping[str, Any],
+    numbers: dict[int, int],
+) -> dict[str, Tensor]:
+    """Rank 0's whole tensors as ``<number>.<key>``, on the first rank of each part that steps
+    them."""
+    world = model.around.world
+    if not world.first:
+        return {}
+    order = [i for g in saved["param_groups"] for i in g["params"]] if world.rank == 0 else []
+    everything = {
+        f"{number}.{key}": saved["state"][order[int(number)]][key]
+        for number, info in (infos.items() if world.rank == 0 else ())
+        for key in info["elements"]
+    }
+    mine = [str(numbers[id(p)]) for s in stepper.segments for p in s.params]
+    wanted = [f"{n}.{key}" for n in mine if n in infos for key in infos[n]["elements"]]
+    return hand_out(world, everything, wanted, model.around.device, "load of optimizer state")
+
+
+def _scatter(
+    model: ShardedModel,
     segment: SegmentState,
     key: str,
-    saved: Mapping[str, Any],
+    given: Mapping[str, Tensor],
     infos: list[Any],
     numbers: dict[int, int],
 ) -> Tensor:
-    """This rank's part ``[master.numel()]`` of one kind of state, from rank 0's whole tensors."""
+    """This rank's part ``[master.numel()]`` of one kind of state, from the whole tensors that the
+    first rank was handed."""
     flat = torch.zeros(segment.spec.size, dtype=torch.float32, device=model.around.device)
     if segment.master_dtype == torch.float64:
         flat = flat.double()
-    if model.around.world.rank == 0:
-        order = [i for g in saved["param_groups"] for i in g["params"]]
+    if model.around.world.first:
         for at, param, info in zip(segment.spec.slots, segment.params, infos, strict=True):
             if info and key in info["elements"]:
-                value = saved["state"][order[numbers[id(param)]]][key]
-                flat[at.offset : at.stop].copy_(value.reshape(-1))
+                flat[at.offset : at.stop].copy_(given[f"{numbers[id(param)]}.{key}"].reshape(-1))
     model.around.world.control.broadcast(
         flat, source=0, tag=segment.tag, what="load of optimizer state"
     ).wait()

@@ -39,7 +39,7 @@ class P2PGroup(Group):
     every process group a hundred times a second, so they are few.
     """
 
-    SPACES = 8
+    SPACES = 16
 
     def __init__(
         self,

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from zeroexp.comm import World
+from zeroexp.comm.notes import exchange_notes
 from zeroexp.zero.segment import SegmentState
 from zeroexp.zero.unit import UnitState
 
@@ -42,7 +43,7 @@ class Agreement:
 
 def local_sum_squares(segments: Sequence[SegmentState]) -> float:
     """Sum of squares of the owned gradients of this rank."""
-    return sum(s.grads.sum_squares() for s in segments if s.grads.has_owned)
+    return sum(s.grads.sum_squares() for s in segments if s.counted and s.grads.has_owned)
 
 
 def agree(
@@ -67,8 +68,9 @@ def agree(
     late_any = rows[:, head.nbytes : head.nbytes + len(late)].amax(dim=0)
     touched_any = rows[:, head.nbytes + len(late) :].amax(dim=0).bool().tolist()
     total = 0.0
+    ranks = world.control.ranks
     for rank in world.gather.ranks:  # replicas hold the same shards: count one set
-        total += float(heads[rank, 0])
+        total += float(heads[ranks.index(rank), 0])
     per_segment, at = [], 0
     for segment in segments:
         per_segment.append(tuple(touched_any[at : at + len(segment.grads.touched)]))
@@ -78,7 +80,21 @@ def agree(
         late=tuple(late_any.nonzero().flatten().tolist()),
         touched=tuple(per_segment),
         same_order=bool((heads[:, 1] == heads[0, 1]).all()),
-        bad_loss_ranks=tuple((heads[:, 2] == 0).nonzero().flatten().tolist()),
+        bad_loss_ranks=tuple(ranks[i] for i in (heads[:, 2] == 0).nonzero().flatten().tolist()),
+    )
+
+
+def over_the_pipe(world: World, agreement: Agreement) -> Agreement:
+    """``agreement`` with the norm and the losses of all parts of the model (collective over the
+    pipe)."""
+    if world.pipe.size == 1:
+        return agreement
+    flags = [float(rank in agreement.bad_loss_ranks) for rank in world.control.ranks]
+    row = torch.tensor([agreement.sum_squares, *flags], dtype=torch.float64)
+    rows = world.pipe.exchange(row, "agreement on the gradients of all stages")
+    bad = rows[:, 1:].flatten().nonzero().flatten()  # rank r of a part p is p * size + r
+    return replace(
+        agreement, sum_squares=sum(rows[:, 0].tolist()), bad_loss_ranks=tuple(bad.tolist())
     )
 
 
@@ -98,9 +114,10 @@ def first_nonfinite(world: World, segments: Sequence[SegmentState]) -> tuple[str
                         mine = base + segment.spec.slots.index(piece.slot)
                         break
         base += len(segment.spec.slots)
-    rows = world.control.exchange(torch.tensor([mine]), "search for the non-finite gradient")
-    found = [(int(v), rank) for rank, v in enumerate(rows.flatten().tolist()) if v >= 0]
-    if not found:
-        return "unknown", -1
-    index, rank = min(found)
-    return names[index], rank
+    what = "search for the non-finite gradient"
+    rows = world.control.exchange(torch.tensor([mine]), what).flatten().tolist()
+    found = [(int(v), r) for v, r in zip(rows, world.control.ranks, strict=True) if v >= 0]
+    index, rank = min(found, default=(-1, -1))
+    stages = exchange_notes(world.pipe, [names[index] if found else "unknown", rank], what)
+    name, rank = next((each for each in stages if each[1] >= 0), stages[0])
+    return str(name), int(rank)
