@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, cast
 
 import torch
@@ -16,7 +17,15 @@ from zeroexp.engine import Engine
 from zeroexp.errors import ModelError, RankMismatch
 from zeroexp.pipeline.cut import cut
 from zeroexp.pipeline.residency import with_residency
-from zeroexp.pipeline.runtime import Channel, Executor, Result, layers_of, split, split_batch
+from zeroexp.pipeline.runtime import (
+    Channel,
+    Executor,
+    Mapped,
+    Result,
+    layers_of,
+    split,
+    split_batch,
+)
 from zeroexp.pipeline.runtime.part import layered_in, part_of
 from zeroexp.pipeline.runtime.split import layer_sizes
 from zeroexp.pipeline.runtime.stage_owner import StageOwner
@@ -35,9 +44,9 @@ class PipeEngine(Engine):
     ``module`` (or one child of it that holds all parameters) is an ``nn.Sequential`` or offers
     ``pipeline_layers()``; every rank builds all of it and keeps its own stages. Rank r of N holds
     place ``r // (N / stages)`` of the pipe. ``loss(output, target)`` gives a micro-batch's mean
-    loss. ``recompute``: a stage keeps its input alone for backward and runs again there. Everything
-    else is :class:`Engine`'s; in the place of forward and backward there is
-    :meth:`train_batch`.
+    loss. ``recompute``: a stage keeps its input alone for backward and runs again there.
+    ``context()`` is entered around every forward of a stage, the loss included. Everything else is
+    :class:`Engine`'s; in the place of forward and backward there is :meth:`train_batch`.
 
     Raises what :class:`Engine` raises, and :class:`ConfigError` where stages, schedule,
     micro-batches and layers do not fit.
@@ -51,6 +60,7 @@ class PipeEngine(Engine):
         *,
         loss: Loss | None = None,
         recompute: bool = False,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         device: torch.device | str | None = None,
         clip: float | str | None = "config",
     ) -> None:
@@ -86,12 +96,20 @@ class PipeEngine(Engine):
         channel = Channel(
             self.world.pipe.ranks, self.rank, self.world.channel, self.ledger, self.world.timeout
         )
-        self.owner = StageOwner(self.model, residency, stages, self.scope, self.backward_scope)
+
+        @contextmanager
+        def forward_scope() -> Iterator[None]:
+            with self.scope(), context():
+                yield
+
+        self.owner = StageOwner(self.model, residency, stages, forward_scope, self.backward_scope)
         self.executor = Executor(
             schedule, stages, channel, loss=loss or _own_loss, owner=self.owner
         )
         self._runs_per_step = config.trainer.accumulate_grad_batches
         self._runs = 0
+        self.zero_grad_comes_late = False
+        """For a loop that calls ``zero_grad`` between forward and backward: it does nothing."""
         self.accumulate = self._runs_per_step * self.micro_batches
 
     # -- training ----------------------------------------------------------------------------------
@@ -137,7 +155,7 @@ class PipeEngine(Engine):
         if self.owner.ends_window:
             self._runs = 0
         result = self.executor.run(
-            None if inputs is None else [self.cast(each) for each in inputs],
+            None if inputs is None else Mapped(inputs, self.cast),
             targets,
             weights=weights,
             scale=self.loss_scale / self._runs_per_step,
@@ -165,7 +183,7 @@ class PipeEngine(Engine):
         """The same of ``count`` micro-batches that the caller has cut."""
         with self.owner.all_whole():
             return self.executor.evaluate(
-                None if inputs is None else [self.cast(each) for each in inputs],
+                None if inputs is None else Mapped(inputs, self.cast),
                 targets,
                 micro_batches=count,
             )
@@ -178,7 +196,16 @@ class PipeEngine(Engine):
     @property
     def is_last(self) -> bool:
         """Whether this rank holds the last stage, which needs the targets."""
-        return self.executor.schedule.num_stages - 1 in self.executor.stages
+        return self.last_place == self.executor.rank
+
+    @property
+    def last_place(self) -> int:
+        """The place in the pipe that holds the last stage."""
+        return self.executor.schedule.rank_of[-1]
+
+    def zero_grad(self, optimizer: Optimizer | None = None) -> None:
+        if not self.zero_grad_comes_late:
+            super().zero_grad(optimizer)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ModelError(
