@@ -55,7 +55,7 @@ def opening_lines(
     config: Config, plan: Forecast | None, directory: RunDirectory, threads: int
 ) -> list[str]:
     """What is about to run: version, placement, precision, model, directory and the prediction."""
-    ranks = config.data_ranks
+    ranks = config.ranks
     where = "CPU" if config.trainer.accelerator == "cpu" else "GPU"
     plural = "s" if ranks > 1 else ""
     thread_words = f"{threads} thread{'s' if threads > 1 else ''} each"
