@@ -164,7 +164,11 @@ def _cut_problems(c: Config) -> list[Problem]:
 
 
 def _asked(
-    key: str, why: str, reads: tuple[str, ...], ask: Callable[[Config], list[Problem]]
+    key: str,
+    why: str,
+    reads: tuple[str, ...],
+    ask: Callable[[Config], list[Problem]],
+    scope: str = ALWAYS,
 ) -> Rule:
     """A rule that lets ``ask(config)`` find the problems of ``key``."""
 
@@ -178,6 +182,7 @@ def _asked(
         broken=lambda c: any(p.key == key for p in ask(c)),
         problem=lambda c: first(c).problem,
         fix=lambda c: first(c).fix,
+        scope=scope,
     )
 
 
@@ -214,8 +219,15 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     _divides(given=False),
     _some_count(given=True),
     _some_count(given=False),
-    _asked("pipeline.stages", "every stage has a layer", _CUT, _cut_problems),
-    _asked("pipeline.cut", "the layers of all stages are those of the model", _CUT, _cut_problems),
+    # A script of one's own brings another model than the default one.
+    _asked("pipeline.stages", "every stage has a layer", _CUT, _cut_problems, COMMAND),
+    _asked(
+        "pipeline.cut",
+        "the layers of all stages are those of the model",
+        _CUT,
+        _cut_problems,
+        COMMAND,
+    ),
     Rule(
         key="pipeline.whole_stages",
         why="only stage 3 gathers parameters, and a rank cannot hold more stages than it has",
