@@ -134,13 +134,15 @@ def plan(flags: Flags) -> int:
         raise UsageError(f"--timeline {flags.timeline}: wanted FILE.svg, or nothing for text")
     config = compose(flags.rest, start=False).config.resolved()
     made = forecast(config)
-    print(plan_page(config, made))
+    page = plan_page(config, made)
     if flags.timeline is not None:
-        _draw(flags.timeline, None if made is None else made.pipeline)
+        page += "\n\n" + _timeline(flags.timeline, None if made is None else made.pipeline)
+    print(page)
     return 1 if made is not None and made.fits is False else 0
 
 
-def _draw(where: str, pipeline: PipelinePlan | None) -> None:
+def _timeline(where: str, pipeline: PipelinePlan | None) -> str:
+    """The timeline as text, or where it was written."""
     from zeroexp.pipeline.timeline_svg import timeline_svg
     from zeroexp.pipeline.timeline_text import timeline_text
 
@@ -150,13 +152,12 @@ def _draw(where: str, pipeline: PipelinePlan | None) -> None:
             "ranks only. Use pipeline=1f1b with a built-in model and trainer.devices=2"
         )
     if where == "-":
-        print("\n" + timeline_text(pipeline.simulation, shutil.get_terminal_size((100, 0)).columns))
-        return
+        return timeline_text(pipeline.simulation, shutil.get_terminal_size((100, 0)).columns)
     try:
         Path(where).write_text(timeline_svg(pipeline.simulation), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--timeline {where}: {error.strerror}") from None
-    print(f"\ntimeline: {where}")
+    return f"timeline: {where}"
 
 
 def report(flags: Flags) -> int:
