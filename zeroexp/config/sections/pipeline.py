@@ -110,10 +110,10 @@ class PipelineConfig:
     def num_micro_batches(self, samples: int) -> int:
         """Parts that a rank's batch of ``samples`` is cut into: as given, or the most up to
         4 x stages that divide it and suit the schedule (1 where none does)."""
-        if self.micro_batches is not None:
-            return self.micro_batches
         if not self.is_on:
             return 1
+        if self.micro_batches is not None:
+            return self.micro_batches
         for count in range(min(_PER_RANK * self.size, samples), 0, -1):
             if samples % count == 0 and self._suits(count):
                 return count
