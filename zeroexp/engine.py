@@ -516,7 +516,7 @@ class Engine:
         """Why state cannot leave now; empty where it can."""
         self._backward.end_failed_walk()
         if self.residency.active or torch._C._current_graph_task_id() != -1:
-            return "inside a forward or backward"
+            return "inside a forward or backward: do it between a step and the next forward"
         if self.reducer.interrupted:
             return "after a backward that failed: call zero_grad() first"
         return "after close()" if self._closed else ""

@@ -113,9 +113,7 @@ class Parked:
     def _refuse_in_use(self) -> None:
         reason = self._why_in_use()
         if reason:
-            raise ModelError(
-                f"state cannot be offloaded {reason}. Do it between a step and the next forward."
-            )
+            raise ModelError(f"state cannot be offloaded {reason}")
         if self._early is not None:
             self._early.refuse("state is offloaded")
 
@@ -197,9 +195,10 @@ class Parked:
                 # Graphs made before read memory that is gone: autograd must refuse them.
                 torch.autograd.graph.increment_version(segment.params)
         hook = ModuleHook(lambda *_: refuse())
-        self._handles = [
+        self._handles = [  # the root asks for them itself
             module.register_forward_pre_hook(hook, prepend=True)
             for module in self._model.module.modules()
+            if module is not self._model.module
         ]
 
     def _show(self) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from zeroexp.config import Config
+from zeroexp.errors import SwapError
+from zeroexp.ops import checksum
 from zeroexp.ops.pages import release_pages
-from zeroexp.tiers import Border, FileEngine, Ring, ScratchFolder, SwapFile, Traffic
+from zeroexp.tiers import Border, File, FileEngine, ScratchFolder
+from zeroexp.tiers.ring import whole_blocks
 
 
 class Memory:
@@ -85,48 +89,71 @@ class HostShelf(Shelf):
 
 
 class FileShelf(Shelf):
-    """A swap file in a folder of its own below ``offload.nvme.dir``, one record for each memory.
+    """A file in a folder of its own below ``offload.nvme.dir``, written whole when this is made.
+    Between then and the first :meth:`bring` it takes no memory and no thread.
 
     Raises FileError (a full disk, before anything is written) or ConfigError, and then leaves
     nothing behind.
     """
 
     def __init__(self, kept: Sequence[Memory], border: Border, config: Config, rank: int) -> None:
-        nvme = config.offload.nvme
-        assert nvme.dir is not None
+        self._nvme = config.offload.nvme
         self._border = border
-        self._records = {id(memory): number for number, memory in enumerate(kept)}
+        assert self._nvme.dir is not None
+        sizes = [whole_blocks(memory.num_bytes) for memory in kept]
+        self._offsets = dict(zip(map(id, kept), accumulate(sizes, initial=0), strict=False))
+        self._sums: dict[int, int] = {}
         with ExitStack() as stack:
-            folder = stack.enter_context(ScratchFolder(Path(nvme.dir), f"rank{rank}-parked"))
-            engine = stack.enter_context(
-                FileEngine(
-                    nvme.engine,
-                    queue_depth=nvme.queue_depth,
-                    block_size=nvme.block_size,
-                    threads=nvme.threads,
-                )
-            )
-            self._file = SwapFile(
-                engine,
-                folder.path / "parked.swap",
-                [memory.num_bytes for memory in kept],
-                Ring(1, 1),  # records go from memory to the file and back, and through no slot
-                Traffic(),
-                checksum=nvme.checksum,
-            )
-            for memory in kept:
-                here = border.down(memory.bytes).wait()
-                self._file.store(self._records[id(memory)], here).wait()
+            folder = ScratchFolder(Path(self._nvme.dir), f"rank{rank}-parked")
+            self._path = stack.enter_context(folder).path / "state.parked"
+            with self._engine() as engine:
+                file = engine.create(self._path, sum(sizes))
+                for memory in kept:
+                    here = border.down(memory.bytes).wait()
+                    if self._nvme.checksum:
+                        self._sums[id(memory)] = checksum(here, seed=self._offsets[id(memory)])
+                    file.write(here, self._offsets[id(memory)])
             self._end = stack.pop_all()
+        self._file: File | None = None
+
+    def _engine(self) -> FileEngine:
+        nvme = self._nvme
+        return FileEngine(
+            nvme.engine,
+            queue_depth=nvme.queue_depth,
+            block_size=nvme.block_size,
+            threads=nvme.threads,
+        )
 
     def bring(self, memory: Memory) -> None:
-        record, target = self._records[id(memory)], memory.bytes
-        if target.device.type == "cpu":
-            self._file.load(record, target).wait()
+        if self._file is None:
+            self._file = self._end.enter_context(self._engine()).open(self._path)
+        target = memory.bytes
+        here = target if target.device.type == "cpu" else self._border.host_like(target)
+        self._file.read(here, self._offsets[id(memory)])
+        self._verify(memory, here)
+        if here is not target:
+            target.copy_(here)
+
+    def _verify(self, memory: Memory, here: Tensor) -> None:
+        if not self._sums:
             return
-        here = self._border.host_like(target)
-        self._file.load(record, here).wait()
-        target.copy_(here)
+        first = self._offsets[id(memory)]
+        expected, found = self._sums[id(memory)], checksum(here, seed=first)
+        if found == expected:
+            return
+        raise SwapError(
+            f"bytes {first} to {first + memory.num_bytes} of {self._path} are not what "
+            f"offload_states() wrote there: their checksum is {found:016x}, expected "
+            f"{expected:016x}. Nothing of them is used. Let nothing else write there, look at the "
+            "disk (dmesg), and resume from a checkpoint",
+            path=str(self._path),
+            offset=first,
+            num_bytes=memory.num_bytes,
+            expected=expected,
+            found=found,
+        )
 
     def close(self) -> None:
+        self._file = None
         self._end.close()
