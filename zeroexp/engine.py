@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from zeroexp.comm import World
 from zeroexp.comm.pool import BufferPool
 from zeroexp.comm.ranks import with_ranks
 from zeroexp.config import Config
-from zeroexp.errors import ModelError, OptimizerError
+from zeroexp.errors import FileError, ModelError, OptimizerError, SwapError
 from zeroexp.layout import Layout
-from zeroexp.ledger import Ledger
+from zeroexp.ledger import STATE_KINDS, Ledger
 from zeroexp.optim.face import Collect, Face, state_left_behind
 from zeroexp.optim.groups import group_numbers
 from zeroexp.placement import Tier, place
@@ -39,6 +39,7 @@ from zeroexp.zero.early import EarlyStep, early_step
 from zeroexp.zero.hooks import Hooks
 from zeroexp.zero.marked import MarkedResidency
 from zeroexp.zero.model import ShardedModel
+from zeroexp.zero.parked import Parked
 from zeroexp.zero.part import Part
 from zeroexp.zero.reducer import Reducer
 from zeroexp.zero.residency import Residency
@@ -165,6 +166,10 @@ class Engine:
             self.reducer.following,
             reason=steps_at_once if limit is None else "gradients are clipped",
         )
+        self._parked = Parked(
+            self.model, self.steppers, self._delayed, self._early, self.config, self._why_in_use
+        )
+        self.model.before_whole = self._parked.reload
         self._boundary = Boundary(
             self.model,
             self.residency,
@@ -183,6 +188,7 @@ class Engine:
             self.reducer,
             self._window,
             ranks=self.world_size,
+            may_begin=self._backward_may_begin,
             begins=self._boundary.reopen,
         )
         hooks = Hooks(
@@ -236,6 +242,7 @@ class Engine:
     def _forward_begins(self) -> None:
         """A pass starts: parameters that the user unfroze since the last one get gradients and
         optimizer state."""
+        self._parked.need("a forward", "params")
         if torch._C._current_graph_task_id() == -1:
             self._backward.end_failed_walk()
         fresh = self.model.thaw()
@@ -245,6 +252,10 @@ class Engine:
         for stepper in self.steppers:
             stepper.adopt(fresh)
         self.reducer.set_units(self._units_with_gradients())
+
+    def _backward_may_begin(self) -> None:
+        steps = ("optim",) if self._early is not None else ()  # units are stepped in it
+        self._parked.need("a backward", "params", "grads", *steps)
 
     @property
     def layout(self) -> Layout:
@@ -359,15 +370,18 @@ class Engine:
 
         Idempotent until the next backward, step or ``zero_grad``.
         """
+        self._parked.need("finish_gradients()", "grads")
         return all(self._boundary.finish(s).finite for s in self._chosen(optimizer))
 
     def clip_norm(self, max_norm: float, optimizer: Optimizer | None = None) -> float:
         """Scale the gradients down to a global L2 norm of ``max_norm``; returns the norm before
         (torch's ``clip_grad_norm_``, with its 1e-6)."""
+        self._parked.need("clip_norm()", "grads")
         return self._boundary.clip_norm(max_norm, self._chosen(optimizer))
 
     def clip_value(self, limit: float, optimizer: Optimizer | None = None) -> None:
         """Clamp every element of the unscaled gradients to ``[-limit, limit]``."""
+        self._parked.need("clip_value()", "grads")
         self._boundary.clip_value(limit, self._chosen(optimizer))
 
     def step(self, optimizer: Optimizer | None = None) -> bool:
@@ -379,6 +393,7 @@ class Engine:
         """
         if not self._window.complete:
             return False
+        self._parked.need("a step", *STATE_KINDS)
         applied = self._boundary.step(self._chosen(optimizer))
         for companion in self._companions if applied else ():
             companion.after_step(self.world.control)
@@ -391,6 +406,7 @@ class Engine:
 
     def zero_grad(self, optimizer: Optimizer | None = None) -> None:
         """Forget accumulated gradients (of one optimizer, or all)."""
+        self._parked.need("zero_grad()", "grads")
         self._backward.end_failed_walk()
         if self._window.unfinished and not self._warned and self.rank == 0:
             self._warned = True
@@ -415,6 +431,7 @@ class Engine:
         stepper = next((s for s in self.steppers if segment in s.segments), None)
         if stepper is None:
             return None
+        self._parked.need("full_grad()", "grads")
         return self._boundary.full_grad(segment, slot, stepper)
 
     @property
@@ -440,17 +457,22 @@ class Engine:
 
     # -- state -------------------------------------------------------------------------------------
 
+    def _open_state(self) -> None:
+        """State is read or replaced as a whole: also after close(), and if it is away."""
+        self.world.open()
+        self._parked.reload()
+
     def state_dict(self) -> dict[str, Tensor]:
         """All parameters (floats in fp32) and buffers by name, on the CPU of rank 0; empty
         elsewhere (collective)."""
-        self.world.open()
+        self._open_state()
         self._delayed.wait()
         return full.model_state(self.model)
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Set parameters and buffers from rank 0's ``state`` (collective). Raises
         :class:`CheckpointError`."""
-        self.world.open()
+        self._open_state()
         self._backward.end_failed_walk()
         self._boundary.give_up_begun()
         self._delayed.publish()
@@ -459,16 +481,56 @@ class Engine:
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state in torch's own format with whole tensors, on rank 0; empty
         elsewhere (collective)."""
-        self.world.open()
+        self._open_state()
         self._delayed.wait()
         return full.optimizer_state(self.model, self._chosen(optimizer)[0])
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Set the optimizer's state from rank 0's ``state`` (collective). Raises
         :class:`CheckpointError`."""
-        self.world.open()
+        self._open_state()
         self._delayed.publish()
         full.load_optimizer_state(self.model, self._chosen(optimizer)[0], state)
+
+    def offload_states(self, include: Iterable[str] | None = None, to: str = "cpu") -> None:
+        """Free the memory of state that is not needed for a while: those kinds of ``params``,
+        ``grads`` and ``optim`` that are in ``include`` (all), until :meth:`reload_states`.
+
+        ``to``: ``cpu`` (from an accelerator to host memory) or ``nvme`` (files below
+        ``offload.nvme.dir``); what is on that tier already stays. Not collective; between a step
+        and the next forward, or between two micro-batches. What needs state that is away is
+        refused; what reads or replaces it for a checkpoint, and :meth:`close`, reload it first.
+        Raises :class:`ModelError`, :class:`FileError` or :class:`ConfigError`, and then has changed
+        nothing.
+        """
+        self._parked.park(include, to)
+
+    def reload_states(self) -> None:
+        """Bring back what :meth:`offload_states` moved, bit by bit, in place (not collective).
+
+        Raises :class:`FileError` or :class:`SwapError`: what could not be read stays away, no part
+        of it is used, and it can be asked for again.
+        """
+        self._parked.reload()
+
+    @contextmanager
+    def offloaded(self, *kinds: str, to: str = "cpu") -> Iterator[None]:
+        """:meth:`offload_states` of ``kinds`` (all) inside; what was not away before is reloaded at
+        the end, also of a block that raises."""
+        fresh = self._parked.park(kinds or None, to)
+        try:
+            yield
+        finally:
+            self._parked.reload(fresh)
+
+    def _why_in_use(self) -> str:
+        """Why state cannot leave now; empty where it can."""
+        self._backward.end_failed_walk()
+        if self.residency.active or torch._C._current_graph_task_id() != -1:
+            return "inside a forward or backward: do it between a step and the next forward"
+        if self.reducer.interrupted:
+            return "after a backward that failed: call zero_grad() first"
+        return "after close()" if self._closed else ""
 
     def scalar_state(self) -> dict[str, Any]:
         """Counters and loss scale: what resume needs beside model and optimizers."""
@@ -507,6 +569,12 @@ class Engine:
         """
         if self._closed:
             return
+        try:
+            self._parked.reload()
+        except (FileError, SwapError) as error:
+            if collective:
+                raise
+            _LOG.warning("the engine ends without the state that was offloaded: %s", error)
         self._closed = True
         if collective:
             self._delayed.publish()

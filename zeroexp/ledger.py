@@ -26,11 +26,15 @@ class Holding(NamedTuple):
     padding: int = 0
 
 
+_Key = tuple[str, str, Tier, str]
+"""Unit, kind, tier, label."""
+
+
 class Ledger:
     """Bytes held and bytes sent by this rank."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[str, str, Tier, str], Holding] = {}
+        self._held: dict[_Key, Holding] = {}
         self._total: Counter[str] = Counter()
         self._peak: Counter[str] = Counter()
         self._sent: Counter[str] = Counter()
@@ -40,6 +44,7 @@ class Ledger:
         self._moved: Counter[str] = Counter()
         self._moved_at_last_step: Counter[str] = Counter()
         self._moved_last_step: dict[str, int] = {}
+        self._parked: dict[str, list[tuple[_Key, _Key]]] = {}
 
     # -- bytes held --------------------------------------------------------------------------------
 
@@ -54,6 +59,25 @@ class Ledger:
             self._held[key] = Holding(nbytes, padding)
         self._total[kind] += nbytes - before.nbytes
         self._peak[kind] = max(self._peak[kind], self._total[kind])
+
+    def park(self, kind: str, to: Tier) -> None:
+        """All that is held of ``kind`` on the tiers above ``to`` lies there until
+        :meth:`unpark`."""
+        tiers = list(Tier)
+        above = tiers[: tiers.index(to)]
+        moves = [
+            (key, (key[0], kind, to, f"{key[3]} from {key[2].value}"))
+            for key in self._held
+            if key[1] == kind and key[2] in above
+        ]
+        for before, now in moves:
+            self._held[now] = self._held.pop(before)
+        self._parked[kind] = moves
+
+    def unpark(self, kind: str) -> None:
+        """What :meth:`park` moved is back."""
+        for before, now in self._parked.pop(kind):
+            self._held[before] = self._held.pop(now)
 
     def state_bytes(self) -> dict[str, dict[str, int]]:
         """Resident bytes ``{params|grads|optim: {device|cpu|nvme: bytes}}`` of this rank, padding

@@ -150,6 +150,7 @@ class PipeEngine(Engine):
         if self.owner.torn:
             self.owner.tidy()
             self.zero_grad()
+        self._forward_begins()  # before any stage is gathered
         self._runs += 1
         self.owner.ends_window = self._runs >= self._runs_per_step if last is None else last
         if self.owner.ends_window:
@@ -181,6 +182,7 @@ class PipeEngine(Engine):
         self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None, *, count: int
     ) -> Result:
         """The same of ``count`` micro-batches that the caller has cut."""
+        self._forward_begins()
         with self.owner.all_whole():
             return self.executor.evaluate(
                 None if inputs is None else Mapped(inputs, self.cast),

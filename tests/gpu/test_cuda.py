@@ -130,6 +130,54 @@ def test_a_delayed_update_goes_on_beside_the_device() -> None:
     assert any(not torch.equal(delayed[k], immediate[k]) for k in immediate)
 
 
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["none", "cpu", "cpu_params"])
+@pytest.mark.parametrize("to", ["cpu", "nvme"])
+def test_state_leaves_and_comes_back(
+    tmp_path: Path, to: str, kind: str, stage: int, compute: str
+) -> None:
+    """The device's memory falls by what the ledger has there; training goes on bit by bit."""
+
+    def run(parks: bool) -> tuple[dict[str, Tensor], list[Tensor]]:
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).cuda()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        engine = Engine(
+            net,
+            optimizer,
+            {
+                "zero": {"stage": stage},
+                "precision": {"compute": compute},
+                "offload": {"kind": kind, "nvme": {"dir": str(tmp_path)}},
+                "trainer": {"gradient_clip_val": None},
+            },
+        )
+        losses = []
+        for _ in range(3):
+            loss = engine(torch.ones(4, 512, device="cuda")).float().square().mean()
+            engine.backward(loss)
+            losses.append(loss.detach().cpu())
+            del loss
+            engine.step()
+            if parks:
+                held = engine.ledger.state_bytes()
+                on_device = sum(tiers["device"] for tiers in held.values())
+                before = torch.cuda.memory_allocated()
+                engine.offload_states(to=to)
+                assert before - torch.cuda.memory_allocated() >= on_device
+                assert all(t["device"] == 0 for t in engine.ledger.state_bytes().values())
+                engine.reload_states()
+                assert engine.ledger.state_bytes() == held
+        found = engine.state_dict()
+        engine.close()
+        return found, losses
+
+    (wanted, losses), (found, parked) = run(False), run(True)
+    assert all(torch.equal(a, b) for a, b in zip(losses, parked, strict=True))
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
 def _rank(rank: int, num_ranks: int, stage: int, port: int, kind: str, folder: str) -> None:
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     torch.cuda.set_device(rank)

@@ -55,3 +55,9 @@ class BufferPool:
     def give(self, raw: Tensor) -> None:
         """Return what :meth:`take` gave."""
         self._free.append(raw)
+
+    def drop(self) -> None:
+        """Forget the buffers that nobody has: the next :meth:`take` makes new ones."""
+        self._nbytes -= sum(raw.numel() for raw in self._free)
+        self._free = []
+        self._ledger.hold("", "workspace", self._tier, self._nbytes, label=self._label)

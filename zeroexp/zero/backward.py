@@ -18,7 +18,8 @@ from zeroexp.zero.window import Window
 class Backward:
     """Brackets every walk of autograd through the model.
 
-    ``begins`` is called before a micro-batch adds its gradients. ``ranks`` is the number of ranks
+    ``begins`` is called before a micro-batch adds its gradients, ``may_begin`` before that: it
+    raises where none can be added now. ``ranks`` is the number of ranks
     over which gradients are averaged.
     """
 
@@ -29,12 +30,14 @@ class Backward:
         window: Window,
         *,
         ranks: int,
+        may_begin: Callable[[], None],
         begins: Callable[[], None],
     ) -> None:
         self._residency = residency
         self._reducer = reducer
         self._window = window
         self._ranks = ranks
+        self._may_begin = may_begin
         self._begins = begins
         self._running = False
         self._bare = False
@@ -78,6 +81,7 @@ class Backward:
             self._residency.end_pass(failed=True)
 
     def _begin(self, last: bool | None, units: Sequence[UnitState] | None = None) -> None:
+        self._may_begin()
         reduces = self._window.begin(last)
         self._running = True
         self._begins()

@@ -81,6 +81,11 @@ class DelayedStep:
                     values[run.start : run.stop].copy_(each.values[run.start : run.stop])
         self._stepper.publish([each.segment for each in work])
 
+    @property
+    def copies(self) -> list[Tensor]:
+        """What it keeps of gradients and new values from one boundary to the next."""
+        return [copy for pair in self._copies.values() for copy in pair]
+
     def close(self) -> None:
         """End the thread; what it does is not waited for."""
         self._thread.shutdown(wait=False)
@@ -119,6 +124,11 @@ class DelayedSteps:
         """Let all steps end: what is saved has them."""
         for step in self._steps.values():
             step.wait()
+
+    @property
+    def copies(self) -> list[Tensor]:
+        """See :attr:`DelayedStep.copies`."""
+        return [copy for step in self._steps.values() for copy in step.copies]
 
     def close(self) -> None:
         """End their threads; what they do is not waited for."""

@@ -251,6 +251,10 @@ class Disk:
         self._ledger.hold("", "workspace", Tier.CPU, nbytes, label="chunks of optimizer state")
         return self.rings[-1]
 
+    def drop_buffers(self) -> None:
+        """Give up the memory that values visit and that none is in now."""
+        self._pool.drop()
+
     def flush(self) -> None:
         """Wait until all that was kept is written; raise what went wrong."""
         for file in self._files:

@@ -313,6 +313,22 @@ class GradientState:
             return self._around.border.down(gradient).wait()
         return gradient
 
+    @property
+    def memory(self) -> list[Tensor]:
+        """Everything it holds between two calls, and nothing that is on disk."""
+        self._land()
+        owned = None if self._disk is not None else self._owned
+        return [t for t in (self._local, owned, self._spare) if t is not None]
+
+    @property
+    def holds_any(self) -> bool:
+        """Whether there is a gradient in :attr:`memory`; padding beside it is zero."""
+        return self.pending or self.has_owned
+
+    def forget_buffers(self) -> None:
+        """The pool drops its buffers: let go of those that were known from before."""
+        self._known = {}
+
     def clear(self) -> None:
         """Forget all gradients: after a step, a skip, or ``zero_grad``."""
         self._land()

@@ -4,7 +4,7 @@ are used in."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -59,11 +59,15 @@ class MemoryHome(Home):
     """Values that stay in memory."""
 
     resident: Tensor
+    refuse: Callable[[], None] | None = None
+    """Raises, while the values are away."""
 
     def __init__(self, values: Tensor) -> None:
         self.resident = values
 
     def fetch(self) -> Tensor:
+        if self.refuse is not None:
+            self.refuse()
         return self.resident
 
     def take(self) -> Tensor:

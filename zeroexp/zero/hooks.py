@@ -124,8 +124,8 @@ class Hooks:
             self._attach_inner(unit)
 
         def pre(_: nn.Module, args: tuple[Any, ...]) -> None:
+            self._residency.enter_scope()  # first: post() leaves it also when the next line raises
             forward_begins()
-            self._residency.enter_scope()
             self._residency.need_root()
 
         def post(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -62,6 +62,8 @@ class ShardedModel:
         """``id(parameter)`` to unit, segment and slot."""
         self.before_edit: Callable[[], None] = lambda: None
         """Called before values are read to be edited."""
+        self.before_whole: Callable[[Sequence[str]], None] = lambda kinds: None
+        """Called with the kinds of state that must be there to make units whole."""
         self._groups = dict(groups)
         self._num_tags = 0
         self._first_names: dict[int, str] | None = None
@@ -370,6 +372,7 @@ class ShardedModel:
     @contextmanager
     def whole_units(self, units: Sequence[UnitState], *, edit: bool = False) -> Iterator[None]:
         """``units`` are whole inside; with ``edit`` what was written is kept."""
+        self.before_whole(("params", "optim") if edit else ("params",))
         if edit:
             self.before_edit()
         opened = []

@@ -23,7 +23,8 @@ class Placeholders:
     def __init__(
         self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._nan = torch.full((), float("nan"), dtype=dtype, device=device)
+        missing = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+        self._nan = torch.full((), missing, dtype=dtype, device=device)
         self._views: list[Tensor] = [self._nan.expand(shape) for shape in shapes]
 
     def show(self, params: Sequence[nn.Parameter]) -> None:

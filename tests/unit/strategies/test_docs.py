@@ -43,7 +43,7 @@ def test_the_first_example_trains_on_two_processes(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_the_other_examples_run_one_after_the_other(tmp_path: Path) -> None:
     rest = blocks()[1:]
-    assert len(rest) == 4
+    assert len(rest) == 5
     run("\n".join(rest), tmp_path)
 
 
