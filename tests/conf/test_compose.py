@@ -112,7 +112,7 @@ def test_the_message_of_the_design() -> None:
         compose("zero.stgae=3", "pipeline=1f1b", "pipeline.stages=4", "trainer.devices=6")
     assert str(caught.value).splitlines() == [
         "2 problems in the configuration",
-        "  zero.stgae       no such key.               "
+        "  zero.stgae       no such key.                "
         "Did you mean  zero.stage  (ZeRO stage 0-3, default 1)?",
         "  pipeline.stages  4 does not divide 6 ranks.  "
         "6 ranks = replicate 1 x shard 1.5 x pipe 4; use 1, 2, 3 or 6.",

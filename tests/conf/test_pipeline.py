@@ -86,6 +86,14 @@ def test_what_is_resolved_can_be_read_again() -> None:
         assert here.pipeline.micro_batches is None  # an engine sees its batch when it comes
 
 
+def test_a_script_may_be_started_on_more_ranks_than_its_configuration_knows() -> None:
+    found = Config.from_mapping({"pipeline": "1f1b", "zero.stage": 3})
+    assert (found.ranks, found.data_ranks) == (1, 1)
+    assert found.updated({"trainer.devices": 6}).data_ranks == 3
+    with pytest.raises(ConfigError, match="2 does not divide 3 ranks"):
+        found.updated({"trainer.devices": 3})
+
+
 def test_a_script_brings_a_model_of_its_own() -> None:
     assert config("interleaved", devices=8, stages=8, cut=[2] * 16).pipeline.size == 8
     compose(["model=gpt_small", "pipeline=interleaved", "pipeline.stages=4", "trainer.devices=4"])
@@ -110,6 +118,12 @@ def test_a_sweep_over_schedules() -> None:
             "data.batch_size",
             "3 sequences per data rank make no number of micro-batches that interleaved takes. "
             "Use data.batch_size=16 or 32.",
+        ),
+        (
+            ["pipeline=1f1b", "trainer.devices=1"],
+            "pipeline.stages",
+            "2 does not divide 1 rank. 1 rank = replicate 1 x shard 0.5 x pipe 2; use 1, or "
+            "trainer.devices=2.",
         ),
         (["pipeline=1f1b", "pipeline.virtual=1", "pipeline.memory_limit=none"], None, ""),
         (["pipeline=none", "pipeline.virtual=none"], "pipeline.virtual", "pipeline.schedule=none"),

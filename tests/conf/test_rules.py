@@ -464,12 +464,6 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"pipeline.stages": 3},
     ),
     (
-        {**F1B1, "trainer.devices": 1},
-        "pipeline.stages",
-        "1 rank = replicate 1 x shard 0.5 x pipe 2; use 1, or trainer.devices=2",
-        {"pipeline.stages": 1},
-    ),
-    (
         {**F1B1, "trainer.devices": 12, "zero.stage": 3, "zero.shard_size": 4},
         "zero.shard_size",
         "4 does not divide 6 data ranks. 12 ranks = replicate 1.5 x shard 4 x pipe 2; use 1, 2, 3",
@@ -583,6 +577,7 @@ def test_a_combination_that_cannot_run_is_refused_and_its_neighbour_is_not(
 DEFAULTS: list[dict[str, Any]] = [
     {"moe.kind": "top2", "moe.experts": 3, "moe.expert_parallel": 2},
     {"trainer.devices": 5},
+    {**F1B1, "trainer.devices": 1},
     {**F1B1, "pipeline.micro_batches": 5},
     {**INTERLEAVED, "trainer.devices": 16},
     # Embedding, four blocks, norm and head are 7 layers.

@@ -74,7 +74,8 @@ def _pipeline(config: Config, plan: PipelinePlan) -> list[str]:
     lines += _table(rank_rows(plan))
     lines += gather_lines(config, plan)
     if plan.choice is not None:
-        lines += ["", *str(plan.choice).splitlines()]
+        lines += ["", "how auto chose (a step in GFLOP):"]
+        lines += str(plan.choice).splitlines()
     return lines
 
 

@@ -31,6 +31,20 @@ def _equation(c: Config) -> str:
     )
 
 
+def _whole_pipes(given: bool) -> Rule:
+    """Ranks that were written down, or counted, make whole pipes anywhere; the one of the default
+    counts where a command line starts it. In a script, Lightning or torchrun may start more."""
+    return Rule(
+        key="pipeline.stages",
+        why="ranks = replicate x shard x pipe",
+        reads=(*_PIPE, *_RANKS),
+        broken=lambda c: any(differs(c, key) for key in _RANKS) is given and not whole_pipes(c),
+        problem=lambda c: f"{c.pipeline.size} does not divide {_ranks(c)}.",
+        fix=_equation,
+        scope=ALWAYS if given else COMMAND,
+    )
+
+
 def _ranks(c: Config) -> str:
     return f"{c.ranks} rank{'s' * (c.ranks > 1)}"
 
@@ -195,14 +209,8 @@ PIPELINE_RULES: tuple[Rule, ...] = (
         problem=lambda c: f"{c.pipeline.stages} without a schedule.",
         fix=lambda c: "Use pipeline=1f1b or another schedule, or leave it out",
     ),
-    Rule(
-        key="pipeline.stages",
-        why="ranks = replicate x shard x pipe",
-        reads=(*_PIPE, *_RANKS),
-        broken=lambda c: not whole_pipes(c),
-        problem=lambda c: f"{c.pipeline.size} does not divide {_ranks(c)}.",
-        fix=_equation,
-    ),
+    _whole_pipes(given=True),
+    _whole_pipes(given=False),
     _asked(
         "pipeline.virtual",
         "a schedule is made for so many stages per rank",
