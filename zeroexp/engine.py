@@ -90,7 +90,7 @@ class Engine:
         zero = self.config.zero
         shard_size = zero.shard_size if isinstance(zero.shard_size, int) else None
         if zero.shard_size == "node":
-            shard_size = self.config.trainer.devices
+            shard_size = self.config.node_data_ranks
         self.world = World.create(
             self.ledger,
             shard_size=shard_size,

@@ -225,7 +225,7 @@ def sharded_init(config: Config | Mapping[str, Any] | None = None) -> Iterator[N
         return
     size = config.zero.shard_size if isinstance(config.zero.shard_size, int) else None
     if config.zero.shard_size == "node":
-        size = config.trainer.devices
+        size = config.node_data_ranks
     world = World.create(Ledger(), shard_size=size, timeout=float(config.launch.timeout))
     session = Session(world, Birthplace(config, world.rank))
     handle = register_module_module_registration_hook(session.registered)
