@@ -27,29 +27,22 @@ class StageOwner:
         forward_scope: Scope,
         backward_scope: Scope,
     ) -> None:
-        self._model, self._residency, self._stages = model, residency, list(stages)
+        self._residency = residency
         self._forward_scope, self._backward_scope = forward_scope, backward_scope
+        self._units = {stage.index: _units_of(model, stage) for stage in stages}
         self._marked: list[int] = []
         self.ends_window = True
         """Whether a step follows the run that goes on."""
         self.torn = False
         """Whether a run failed, so that gradients are incomplete."""
 
-    def _units(self, index: int) -> list[UnitState]:
-        """The units that a stage uses, in the model's order (some may be shared by two)."""
-        stage = next(s for s in self._stages if s.index == index)
-        own = {id(p) for p in stage.module.parameters()}
-        return [
-            u for u in self._model.units if any(id(p) in own for s in u.segments for p in s.params)
-        ]
-
     def unshard(self, stage: int) -> None:
         self._marked.append(stage)
-        self._residency.unshard(self._units(stage))
+        self._residency.unshard(self._units[stage])
 
     def reshard(self, stage: int) -> None:
         self._marked.remove(stage)
-        self._residency.reshard(self._units(stage))
+        self._residency.reshard(self._units[stage])
 
     def reduce_grads(self, stage: int) -> None:
         """Nothing: the last backward of a stage reduces as its gradients arrive."""
@@ -62,7 +55,7 @@ class StageOwner:
     ) -> AbstractContextManager[Any]:
         if kind is Kind.BACKWARD_INPUT:
             return nullcontext()
-        units = self._units(stage)
+        units = self._units[stage]
         if kind is Kind.BACKWARD_WEIGHT:  # it begins anywhere inside units, past their outputs
             for unit in units:
                 self._residency.need(unit)
@@ -83,9 +76,14 @@ class StageOwner:
         if not self._residency.gathers:
             yield
             return
-        held = [stage.index for stage in self._stages]
-        for stage in held:
+        for stage in self._units:
             self.unshard(stage)
         yield  # after an exception the ranks no longer agree: tidy() ends what is open
-        for stage in held:
+        for stage in self._units:
             self.reshard(stage)
+
+
+def _units_of(model: ShardedModel, stage: Stage) -> list[UnitState]:
+    """The units that a stage uses, in the model's order (two stages may share some)."""
+    own = {id(p) for p in stage.module.parameters()}
+    return [u for u in model.units if any(id(p) in own for s in u.segments for p in s.params)]
