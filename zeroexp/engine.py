@@ -88,6 +88,9 @@ class Engine:
             self.ledger, shard_size=shard_size, timeout=float(self.config.launch.timeout)
         )
         self.rank, self.world_size = self.world.rank, self.world.size
+        self._companions = companions(module)
+        for companion in self._companions:
+            companion.join(self.world)
         # An engine that is dropped without close() must not leave its threads behind.
         self._drop_threads = weakref.finalize(self, self.world.close)
         offload = self.config.offload
@@ -183,7 +186,6 @@ class Engine:
             self._backward.gradient_arrives,
         )
         self._attachment = Attachment(self.model, self.residency, hooks, root, self._forward_begins)
-        self._companions = companions(module)
         if self.rank == 0 and self.optimizers:
             for companion in self._companions:
                 for warning in companion.warnings(groups):
@@ -527,7 +529,7 @@ class Engine:
                 unit.gather()
             unit.wait()
             unit.pins += 1
-        self.world.gather.settle()
+        self.world.settle()
         self.world.close()
 
     def _collector(self, stepper: Stepper) -> Collect:

@@ -39,7 +39,9 @@ class P2PGroup(Group):
     every process group a hundred times a second, so they are few.
     """
 
-    SPACES = 8
+    SPACES = 64
+    """A world takes one for all ranks, and five for each number of ranks that experts are spread
+    over."""
 
     def __init__(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -12,30 +11,25 @@ import torch.distributed as dist
 from zeroexp.comm.group import Group, SoloGroup
 from zeroexp.comm.native import NativeGroup
 from zeroexp.comm.p2p import P2PGroup
+from zeroexp.comm.sharing import Partition, Sharing, group_of, shared_ranks
 from zeroexp.errors import RankMismatch
 from zeroexp.ledger import Ledger
 
 
 @dataclass
 class World:
-    """The groups of one engine.
-
-    ``gather`` and ``reduce`` hold the same ranks (those a replica is sharded over) on channels of
-    their own: the order of gathers and the order of reductions may then differ between ranks that
-    skip different modules. ``replicas`` are the ranks that hold the same shard (one rank, unless
-    ``zero.shard_size`` is smaller than the data-parallel size). ``control`` holds every rank.
-    """
+    """The groups of one engine. ``control`` holds every rank."""
 
     rank: int
     size: int
     ledger: Ledger
     shard_size: int | None
     timeout: float
-    gather: Group = field(init=False)
-    reduce: Group = field(init=False)
-    replicas: Group = field(init=False)
     control: Group = field(init=False)
     closed: bool = field(default=True, init=False)
+    _sharings: dict[int, Sharing] = field(default_factory=dict, init=False)
+    _channel: dist.ProcessGroup | None = field(default=None, init=False)
+    _num_spaces: int = field(default=0, init=False)
 
     @classmethod
     def create(cls, ledger: Ledger, *, shard_size: int | None, timeout: float) -> World:
@@ -74,33 +68,59 @@ class World:
                 f"the process group of the {size} ranks that hold this state was destroyed; save "
                 "or use it before torch.distributed.destroy_process_group()"
             )
-        shard = self.shard_size or size
-        shards = [tuple(range(k * shard, (k + 1) * shard)) for k in range(size // shard)]
-        replicas = [tuple(range(k, size, shard)) for k in range(shard)]
-
-        partitions = [shards, shards, replicas, [tuple(range(size))]]
         if size > 1 and dist.get_backend() == "gloo":
             # Tags keep the groups apart, so one channel serves them all.
-            channel = dist.new_group(timeout=timedelta(seconds=self.timeout))
-            groups = [
-                self._on_channel(partition, channel, space)
-                for space, partition in enumerate(partitions)
-            ]
-        else:
-            groups = [self._with_channels(partition) for partition in partitions]
-        self.gather, self.reduce, self.replicas, self.control = groups
+            self._channel = dist.new_group(timeout=timedelta(seconds=self.timeout))
+        self.control = self._group((tuple(range(size)),))
+        known, self._sharings = list(self._sharings), {}
         self.closed = False
+        for spread in known or [1]:
+            self.sharing(spread)
 
-    def _on_channel(
-        self, partition: Sequence[tuple[int, ...]], channel: dist.ProcessGroup, space: int
-    ) -> Group:
+    def sharing(self, spread: int = 1) -> Sharing:
+        """The groups for parameters that are spread over blocks of ``spread`` data-parallel ranks;
+        1: that every rank has. All ranks must ask for them the first time at the same point.
+
+        Raises :class:`RankMismatch` when ``spread`` does not fit the ranks.
+        """
+        if spread not in self._sharings:
+            ranks = range(self.size)
+            cut = shared_ranks(ranks, self.shard_size or self.size, spread)
+            copy = max(self.shard_size or self.size, spread)
+            first = ranks.index(self.rank) // copy * copy
+            self._sharings[spread] = Sharing(
+                gather=self._group(cut.shards),
+                reduce=self._group(cut.shards),
+                replicas=self._group(cut.replicas),
+                members=self.control if spread == 1 else self._group(cut.members),
+                parts=self._group(cut.parts),
+                counted=tuple(ranks[first : first + copy]),
+            )
+        return self._sharings[spread]
+
+    def settle(self) -> None:
+        """Wait until all peers have what was sent of shards that stay."""
+        for sharing in self._sharings.values():
+            sharing.gather.settle()
+
+    def _group(self, partition: Partition) -> Group:
         """This rank's group of a partition of the world."""
-        ranks = next(r for r in partition if self.rank in r)
-        if len(ranks) == 1:
+        if self._channel is None:
+            return self._with_channels(partition)
+        own = group_of(partition, self.rank)
+        if len(own) == 1:  # all groups of a partition have one size, so no rank counts differently
             return SoloGroup(self.rank, self.ledger)
-        return P2PGroup(channel, ranks, self.rank, self.ledger, self.timeout, space=space)
+        self._num_spaces += 1
+        return P2PGroup(
+            self._channel,
+            own,
+            self.rank,
+            self.ledger,
+            self.timeout,
+            space=self._num_spaces - 1,
+        )
 
-    def _with_channels(self, partition: Sequence[tuple[int, ...]]) -> Group:
+    def _with_channels(self, partition: Partition) -> Group:
         """The same with a communicator for each group; every rank makes every one, as torch
         demands."""
         own: Group = SoloGroup(self.rank, self.ledger)
@@ -115,6 +135,9 @@ class World:
     def close(self) -> None:
         """Destroy the groups; :meth:`open` makes new ones."""
         if not self.closed:
-            for group in (self.gather, self.reduce, self.replicas, self.control):
-                group.close()
+            self.control.close()
+            for sharing in self._sharings.values():
+                for group in sharing.groups:
+                    group.close()
         self.closed = True
+        self._channel, self._num_spaces = None, 0

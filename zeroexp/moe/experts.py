@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from zeroexp.config.nearest import nearest
 from zeroexp.errors import ConfigError, ModelError, Problem
+from zeroexp.layout import Part
 from zeroexp.moe.draws import draw_key
 from zeroexp.moe.segments import Activation, activated_linear, grouped_linear
 
@@ -109,6 +110,20 @@ class Experts(nn.Module, ABC):
         super().__init__()
         self.ids = ids
         self.num_experts = num_experts
+
+    @property
+    def num_parts(self) -> int:
+        """Ranks that have all experts together."""
+        return self.num_experts // len(self.ids)
+
+    @property
+    def part(self) -> int:
+        """The place of this rank among them."""
+        return self.ids.start // len(self.ids)
+
+    def zeroexp_part(self, name: str) -> Part | None:
+        """See :class:`zeroexp.zero.parts.Spread`; here all experts lie in one tensor."""
+        return Part(self.num_parts, self.part)
 
     @abstractmethod
     def forward(self, rows_AC: Tensor, counts_E: Tensor, where: str) -> Tensor:
@@ -220,6 +235,13 @@ class ModuleExperts(Experts):
                 )
             parts.append(out)
         return torch.cat(parts)
+
+    def zeroexp_part(self, name: str) -> Part | None:
+        expert, dot, rest = name.partition(".")
+        place = self.ids.index(int(expert))
+        firsts = range(0, self.num_experts, len(self.ids))
+        ends = tuple(f"{first + place}{dot}{rest}" for first in firsts)
+        return Part(self.num_parts, self.part, ends)
 
     def expert_parameters(self) -> Iterator[ExpertParameter]:
         for i, expert in self.named_children():

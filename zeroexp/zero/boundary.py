@@ -92,14 +92,15 @@ class Boundary:
                 self._early.refuse_late([self._reducer.units[i] for i in agreement.late])
             self._reducer.flush([self._reducer.units[i] for i in agreement.late])
             agreement = self._agree(stepper)
-        if self._world.replicas.size > 1 and key not in self._summed:
+        replicated = [s for s in stepper.segments if s.sharing.replicas.size > 1]
+        if replicated and key not in self._summed:
             self._summed.add(key)
-            for segment in stepper.segments:
+            for segment in replicated:
                 with segment.grads.at_hand(edits=True) as owned:
                     here = owned.to(
                         self._model.around.device
                     )  # itself, unless it is off the device
-                    self._world.replicas.all_reduce(
+                    segment.sharing.replicas.all_reduce(
                         here, tag=segment.tag, what="all-reduce over the replicas"
                     ).wait()
                     owned.copy_(here)
@@ -206,7 +207,7 @@ class Boundary:
         name, owner = "", -1
         if stop or self._scale.at_floor:
             segments = [s for stepper in steppers for s in stepper.segments]
-            name, owner = first_nonfinite(self._world, segments)
+            name, owner = first_nonfinite(self._model, segments)
         self._residency.release_all()
         self.forget(steppers)
         if stop:
@@ -254,13 +255,12 @@ class Boundary:
             self._early.begin()
         for stepper in self._steppers:
             factor = self._factors.pop(id(stepper), 1.0)
-            if id(stepper) in self._summed and self._world.replicas.index:
-                factor = 0.0
-            if factor != 1.0:
-                for segment in stepper.segments:
-                    if segment.grads.has_owned:
-                        with segment.grads.at_hand(edits=True) as owned:
-                            owned.mul_(factor) if factor else owned.zero_()
+            summed = id(stepper) in self._summed
+            for segment in stepper.segments:
+                keeps = not (summed and segment.sharing.replicas.index)
+                if segment.grads.has_owned and not (keeps and factor == 1.0):
+                    with segment.grads.at_hand(edits=True) as owned:
+                        owned.mul_(factor) if keeps else owned.zero_()
         self._agreements.clear()
         self._summed.clear()
 
@@ -299,7 +299,7 @@ class Boundary:
         with segment.grads.at_hand() as owned:
             mine = owned.to(self._model.around.device, copy=True)
             out = torch.empty(segment.spec.size, dtype=mine.dtype, device=mine.device)
-            self._world.gather.all_gather(
+            segment.sharing.gather.all_gather(
                 out, mine, tag=segment.tag, what="all-gather of a gradient"
             ).wait()
         at = segment.spec.slots[slot]

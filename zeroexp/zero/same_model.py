@@ -11,26 +11,43 @@ from torch import Tensor
 from zeroexp.comm import Group
 from zeroexp.comm.notes import exchange_notes
 from zeroexp.errors import RankMismatch
-from zeroexp.layout import ParamSpec
+from zeroexp.layout import ParamSpec, Part
 
 
-def compare_parameters(control: Group, specs: Sequence[ParamSpec]) -> None:
+def compare_parameters(
+    control: Group, specs: Sequence[ParamSpec], parts: Mapping[str, Part]
+) -> None:
     """Raise :class:`RankMismatch` on every rank when parameters differ in name, shape, dtype,
-    order, group, or in whether they are trained (collective)."""
-    _compare(control, {spec.name: _of_parameter(spec) for spec in specs})
+    order, group, or in whether they are trained (collective). ``parts``: by name, of those that
+    have another one on other ranks."""
+    _compare(control, {_called(s.name, parts): _of_parameter(s, parts) for s in specs})
 
 
-def compare_buffers(control: Group, buffers: Mapping[str, Tensor]) -> None:
+def compare_buffers(
+    control: Group, buffers: Mapping[str, Tensor], parts: Mapping[str, Part]
+) -> None:
     """The same for buffers."""
     _compare(
-        control, {n: f"buffer of shape {tuple(b.shape)}, {b.dtype}" for n, b in buffers.items()}
+        control,
+        {
+            _called(n, parts): f"buffer of shape {tuple(b.shape)}, {b.dtype}"
+            for n, b in buffers.items()
+        },
     )
 
 
-def _of_parameter(spec: ParamSpec) -> str:
+def _called(name: str, parts: Mapping[str, Part]) -> str:
+    """What it is called on the rank that has the first part."""
+    return parts[name].name(name, 0) if name in parts else name
+
+
+def _of_parameter(spec: ParamSpec, parts: Mapping[str, Part]) -> str:
     use = f"optimizer group {spec.group}" if spec.trainable else "not trained"
-    tied = f", tied to {', '.join(spec.aliases)}" if spec.aliases else ""
-    return f"shape {spec.shape}, {spec.dtype}, {use}{tied}"
+    part = parts.get(spec.name)
+    names = [part.name(n, 0) for n in spec.aliases] if part else spec.aliases
+    tied = f", tied to {', '.join(names)}" if names else ""
+    spread = f", over {spec.spread} ranks" if spec.spread > 1 else ""
+    return f"shape {spec.shape}, {spec.dtype}, {use}{tied}{spread}"
 
 
 def _compare(control: Group, mine: Mapping[str, str]) -> None:

@@ -50,7 +50,9 @@ class SegmentState:
         self._names = [s.spec.name for s in spec.slots]
         self.around = around
         self._label = f"{tag}"
-        self.index = around.world.gather.index
+        self.sharing = around.world.sharing(spec.spread)
+        """The ranks that hold it, or a part of it."""
+        self.index = self.sharing.gather.index
         self.lo, self.hi = spec.bounds(self.index)
         self.dtype = around.policy.storage_dtype(params[0].dtype)
         floating = self.dtype.is_floating_point
@@ -227,7 +229,7 @@ class SegmentState:
             self.full.copy_(values)
             self.home.put_back()
             return DONE
-        return self.around.world.gather.all_gather(
+        return self.sharing.gather.all_gather(
             self.full,
             values,
             tag=self.tag,
@@ -238,13 +240,13 @@ class SegmentState:
     def arrived(self) -> None:
         """The gather is over. A visitor from disk leaves memory when the peers have it, too."""
         if self.home is not None and self.home_on_disk and self.cut:
-            self.around.world.gather.settle(self.tag)
+            self.sharing.gather.settle(self.tag)
             self.home.put_back()
 
     def offer(self) -> None:
         """Send this rank's shard ahead of the next gather."""
         if self.cut and self.home is not None and not self.around.border.divides:
-            self.around.world.gather.offer(self.home.fetch(), tag=self.tag)
+            self.sharing.gather.offer(self.home.fetch(), tag=self.tag)
 
     def release(self) -> None:
         """Free ``full``; the values are at home."""
@@ -326,7 +328,7 @@ class SegmentState:
         """Make what is in ``full`` (edited while whole) the truth: home and master follow."""
         if self.home is not None:
             self.forget_near()
-            self.around.world.gather.settle()
+            self.sharing.gather.settle()
             self.home.write(self.full[self.lo : self.hi] if self.cut else self.full)
         self._refresh_master()
 
@@ -352,7 +354,7 @@ class SegmentState:
             self.full.copy_(flat)
         if self.home is not None:
             self.forget_near()
-            self.around.world.gather.settle()
+            self.sharing.gather.settle()
             self.home.write((flat[self.lo : self.hi] if self.cut else flat).to(self.dtype))
         if self.master_copy is not None:
             self.master_copy.write(

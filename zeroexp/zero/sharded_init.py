@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from zeroexp import ops
-from zeroexp.comm import World
+from zeroexp.comm import Group, World
 from zeroexp.comm.pool import flat_zeros
 from zeroexp.config import Config
-from zeroexp.layout import ParamSpec, Segment, make_unit
+from zeroexp.layout import ParamSpec, Part, Segment, make_unit
 from zeroexp.ledger import Ledger
 from zeroexp.placement import STAGES
 from zeroexp.zero.access import GuardedParameters, Guards
 from zeroexp.zero.birthplace import Birthplace
 from zeroexp.zero.home import Home
+from zeroexp.zero.parts import Spread, parts_of, raw_parameters
 from zeroexp.zero.placeholder import Placeholders
 from zeroexp.zero.registry import register
 
@@ -36,10 +37,11 @@ class _Part:
         self, segment: Segment, params: Sequence[nn.Parameter], session: Session, tag: int
     ) -> None:
         world = session.world
-        self._segment, self._params, self._world, self._tag = segment, list(params), world, tag
+        self._segment, self._params, self._tag = segment, list(params), tag
         first = params[0]
         self._dtype, self._device = first.dtype, first.device
-        lo, hi = segment.bounds(world.gather.index)
+        self._sharing = world.sharing(segment.spread)
+        lo, hi = segment.bounds(self._sharing.gather.index)
         self._own = slice(lo, hi)
         self._birthplace = session.birthplace
         self._home: Home | None = session.birthplace.home(hi - lo, first.dtype, first.device)
@@ -63,8 +65,8 @@ class _Part:
         return [flat[s.offset : s.stop].view(s.spec.shape) for s in self._segment.slots]
 
     def _keep(self, flat: Tensor) -> None:
-        """Rank 0's values count; keep this rank's slice."""
-        self._world.control.broadcast(
+        """Rank 0's values count (of a part, its first holder's); keep this rank's slice."""
+        self._sharing.members.broadcast(
             flat, source=0, tag=self._tag, what="initial values of a sharded block"
         ).wait()
         assert self._home is not None
@@ -74,7 +76,7 @@ class _Part:
     def open(self) -> None:
         self._placeholders.check([s.spec.name for s in self._segment.slots])
         assert self._home is not None
-        flat, gather = self._whole(), self._world.gather
+        flat, gather = self._whole(), self._sharing.gather
         gather.all_gather(
             flat, self._home.fetch(), tag=self._tag, what="all-gather of a block under construction"
         ).wait()
@@ -100,14 +102,26 @@ class BornUnit:
     transferable = True
     sharded = True
 
-    def __init__(self, session: Session, named: Mapping[str, nn.Parameter], number: int) -> None:
+    def __init__(
+        self,
+        session: Session,
+        named: Mapping[str, nn.Parameter],
+        parts: Mapping[int, Part],
+        number: int,
+    ) -> None:
         self._session = session
         self._depth = 0
         specs = [
-            ParamSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
+            ParamSpec(
+                name,
+                tuple(p.shape),
+                str(p.dtype).removeprefix("torch."),
+                spread=parts[id(p)].count if id(p) in parts else 1,
+            )
             for name, p in named.items()
         ]
-        unit = make_unit(f"block {number}", specs, session.world.gather.size)
+        unit = make_unit(f"block {number}", specs, session.world.sharing().gather.size)
+        self._spreads = {id(named[spec.name]): spec.spread for spec in specs}
         self._parts = [
             _Part(s, [named[slot.spec.name] for slot in s.slots], session, 1 + k)
             for k, s in enumerate(unit.segments)
@@ -116,6 +130,9 @@ class BornUnit:
     @property
     def world(self) -> World:
         return self._session.world
+
+    def holders(self, param: nn.Parameter) -> Group:
+        return self.world.sharing(self._spreads[id(param)]).members
 
     def give_up(self) -> None:
         for part in self._parts:
@@ -180,6 +197,7 @@ class Session:
         unit = BornUnit(
             self,
             {n: named[n] for n in sorted(unique.values(), key=list(named).index)},
+            self._parts(parent, name, module),
             self._num_units,
         )
         for sub, keys in table.values():
@@ -187,6 +205,17 @@ class Session:
         for param in named.values():
             register(param, unit)
         ops.return_freed_memory()
+
+    @staticmethod
+    def _parts(parent: nn.Module, name: str, module: nn.Module) -> dict[int, Part]:
+        """Of a block, also of one that is an expert itself."""
+        found = parts_of(module)
+        if isinstance(parent, Spread):
+            for path, param in raw_parameters(module):
+                part = parent.zeroexp_part(f"{name}.{path}")
+                if part is not None:
+                    found[id(param)] = part
+        return found
 
     def visit(self, unit: BornUnit) -> None:
         """``unit`` is touched: whole from now on, until another one is."""

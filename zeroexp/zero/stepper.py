@@ -51,7 +51,7 @@ class Stepper:
         self._first_group = first_group
         self._around = around
         _refuse_closures(face.optimizer)
-        cut = around.placement.optim.sharded and around.world.gather.size > 1
+        cut = around.placement.optim.sharded and around.world.sharing().gather.size > 1
         whole = not is_elementwise(face.optimizer)
         if whole and cut:
             raise OptimizerError(
@@ -121,7 +121,7 @@ class Stepper:
         run for all parameters that share a history."""
         self._check_groups()
         around = self._around
-        around.world.gather.settle()
+        around.world.settle()
         active = [s for s in self.segments if any(touched[s.tag])]
         rest = [s for s in active if s.tag not in self._stepped]
         for segment in rest:
