@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroexp.checkpoint import directory, full
+from zeroexp.checkpoint import directory, full_model, full_optimizer
 from zeroexp.comm import World
 from zeroexp.comm.pool import BufferPool
 from zeroexp.comm.ranks import with_ranks
@@ -135,6 +135,7 @@ class Engine:
             stepper = Stepper(
                 self._bind(optimizer), self.model.trainable_segments, first, self._around
             )
+            stepper.refuse_cut(self.model.parts)
             self._take_over_state(stepper, left_behind)
             self.steppers.append(stepper)
         scale = self.config.precision.loss_scale
@@ -219,7 +220,7 @@ class Engine:
             given = type(optimizer).state_dict(optimizer)
         has_state = torch.tensor([bool(given.get("state"))])
         if self.world.control.exchange(has_state, "take-over of optimizer state")[0].item():
-            full.load_optimizer_state(self.model, stepper, given)
+            full_optimizer.load_optimizer_state(self.model, stepper, given)
         optimizer.state.clear()
 
     def _units_with_gradients(self) -> list[UnitState]:
@@ -436,7 +437,7 @@ class Engine:
         elsewhere (collective)."""
         self.world.open()
         self._delayed.wait()
-        return full.model_state(self.model)
+        return full_model.model_state(self.model)
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Set parameters and buffers from rank 0's ``state`` (collective). Raises
@@ -445,21 +446,21 @@ class Engine:
         self._backward.end_failed_walk()
         self._boundary.give_up_begun()
         self._delayed.publish()
-        full.load_model_state(self.model, state, strict=strict)
+        full_model.load_model_state(self.model, state, strict=strict)
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state in torch's own format with whole tensors, on rank 0; empty
         elsewhere (collective)."""
         self.world.open()
         self._delayed.wait()
-        return full.optimizer_state(self.model, self._chosen(optimizer)[0])
+        return full_optimizer.optimizer_state(self.model, self._chosen(optimizer)[0])
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Set the optimizer's state from rank 0's ``state`` (collective). Raises
         :class:`CheckpointError`."""
         self.world.open()
         self._delayed.publish()
-        full.load_optimizer_state(self.model, self._chosen(optimizer)[0], state)
+        full_optimizer.load_optimizer_state(self.model, self._chosen(optimizer)[0], state)
 
     def scalar_state(self) -> dict[str, Any]:
         """Counters and loss scale: what resume needs beside model and optimizers."""
@@ -539,7 +540,7 @@ class Engine:
             closed = world.closed
             world.open()
             try:
-                return full.optimizer_state(model, stepper, everywhere=everywhere)
+                return full_optimizer.optimizer_state(model, stepper, everywhere=everywhere)
             finally:
                 if closed:
                     world.close()

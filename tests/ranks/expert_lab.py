@@ -17,15 +17,11 @@ WIDTH, ROWS = 8, 6
 
 
 def net() -> nn.Module:
-    """One expert as a module of its own, with a buffer."""
-    return nn.Sequential(nn.Linear(WIDTH, 5), nn.BatchNorm1d(5, affine=False), nn.Linear(5, WIDTH))
-
-
-def tanh_net() -> nn.Module:
+    """One expert as a module of its own."""
     return nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH))
 
 
-EXPERTS: dict[str, Any] = {"mlp": MLP(6), "modules": tanh_net}
+EXPERTS: dict[str, Any] = {"mlp": MLP(6), "modules": net}
 
 
 class Block(nn.Module):
@@ -63,7 +59,9 @@ def engine_of(
     return Engine(model, made, Config.from_mapping({**devices, **keys}))
 
 
-def steps(engine: Engine, count: int, *, first: int = 0, dtype: torch.dtype = torch.float32) -> None:
+def steps(
+    engine: Engine, count: int, *, first: int = 0, dtype: torch.dtype = torch.float32
+) -> None:
     for step in range(first, first + count):
         for micro in range(engine.accumulate):
             x = batch(100 * step + micro, dist.get_rank(), dtype)
@@ -78,11 +76,12 @@ def trained(
     expert: str = "mlp",
     count: int = 10,
     dtype: torch.dtype = torch.float32,
-    layer: Mapping[str, Any] | None = None,
+    adam: bool = False,
 ) -> dict[str, Any]:
     """Whole weights (on rank 0), norms and parameters held here after ``count`` steps."""
-    model = model_of(degree, expert, **(layer or {})).to(dtype)
-    engine = engine_of(model, {"precision.compute": "fp32", **keys})
+    model = model_of(degree, expert).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01) if adam else None
+    engine = engine_of(model, {"precision.compute": "fp32", **keys}, optimizer)
     norms = []
     for step in range(count):
         steps(engine, 1, first=step, dtype=dtype)

@@ -13,7 +13,8 @@ from zeroexp.moe.model import experts_left_out, moe_layers, name_layers
 
 class ExpertCompanion:
     """See :class:`zeroexp.zero.companion.Companion`: numbers the layers of ``model``, connects
-    the ranks that share experts, finds experts that nothing steps, and moves the biases that balance the load."""
+    the ranks that share experts, finds experts that nothing steps, and moves the biases that
+    balance the load."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -120,6 +121,18 @@ class Experts(nn.Module, ABC):
     def part(self) -> int:
         """The place of this rank among them."""
         return self.ids.start // len(self.ids)
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        # A checkpoint has all experts: this rank takes its own.
+        if self.num_parts > 1:
+            self._take_own(state, prefix)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+    def _take_own(self, state: dict[str, Any], prefix: str) -> None:
+        for name in self._parameters:
+            value = state.get(prefix + name)
+            if isinstance(value, Tensor) and value.dim() and len(value) == self.num_experts:
+                state[prefix + name] = value[self.ids.start : self.ids.stop]
 
     def zeroexp_part(self, name: str) -> Part | None:
         """See :class:`zeroexp.zero.parts.Spread`; here all experts lie in one tensor."""
@@ -235,6 +248,11 @@ class ModuleExperts(Experts):
                 )
             parts.append(out)
         return torch.cat(parts)
+
+    def _take_own(self, state: dict[str, Any], prefix: str) -> None:
+        theirs = tuple(f"{prefix}{i}." for i in range(self.num_experts) if i not in self.ids)
+        for name in [n for n in state if n.startswith(theirs)]:
+            del state[name]
 
     def zeroexp_part(self, name: str) -> Part | None:
         expert, dot, rest = name.partition(".")

@@ -62,9 +62,7 @@ def agree(
     """Exchange and combine what each rank knows. ``digest`` identifies the order in which it used
     the units."""
     squares = local_sum_squares(segments)
-    head = torch.tensor(
-        [float(digest), float(loss_finite), *squares.values()], dtype=torch.float64
-    )
+    head = torch.tensor([float(digest), float(loss_finite), *squares.values()], dtype=torch.float64)
     late = torch.tensor([u.pending_window for u in units], dtype=torch.uint8)
     touched = torch.tensor([t for s in segments for t in s.grads.touched], dtype=torch.uint8)
     rows = world.control.exchange(

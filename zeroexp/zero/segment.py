@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from zeroexp.comm import DONE, Pending
 from zeroexp.comm.pool import flat_zeros
+from zeroexp.comm.sharing import Sharing
 from zeroexp.errors import ModelError
 from zeroexp.layout import Segment
 from zeroexp.placement import Placement, Tier
@@ -50,8 +51,6 @@ class SegmentState:
         self._names = [s.spec.name for s in spec.slots]
         self.around = around
         self._label = f"{tag}"
-        self.sharing = around.world.sharing(spec.spread)
-        """The ranks that hold it, or a part of it."""
         self.index = self.sharing.gather.index
         self.lo, self.hi = spec.bounds(self.index)
         self.dtype = around.policy.storage_dtype(params[0].dtype)
@@ -80,6 +79,11 @@ class SegmentState:
         """The values, as the optimizer replaces them."""
         self.grads = GradientState(self)
         """Its gradients; empty unless it is trainable."""
+
+    @property
+    def sharing(self) -> Sharing:
+        """The ranks that hold it, or a part of it."""
+        return self.around.world.sharing(self.spec.spread)  # made anew when the world opens again
 
     # -- construction ------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroexp.errors import OptimizerError
+from zeroexp.layout import Part
 from zeroexp.optim.elementwise import is_elementwise
 from zeroexp.optim.face import Face
 from zeroexp.optim.history import History, Run, per_element
@@ -68,6 +69,22 @@ class Stepper:
         self._pieces: PieceStep | None = None
         self._stepped: set[int] = set()
         self.adopt(segments)
+
+    def refuse_cut(self, parts: Mapping[int, Part]) -> None:
+        """Raise :class:`OptimizerError` when the optimizer looks at whole parameters and ``parts``
+        (by ``id``) are slices of some."""
+        cut = [
+            slot.spec.name
+            for segment in self.segments
+            for slot, param in zip(segment.spec.slots, segment.params, strict=True)
+            if (part := parts.get(id(param))) is not None and not part.ends
+        ]
+        if self.whole and cut:
+            raise OptimizerError(
+                f"{type(self.optimizer).__name__} looks at whole parameters (it gives other "
+                f"results on slices), but {cut[0]} holds some of the experts only. Use "
+                "moe.expert_parallel=1, or an element-wise optimizer."
+            )
 
     def adopt(self, segments: Sequence[SegmentState]) -> None:
         """Take over those of ``segments`` that belong to groups of this optimizer."""
