@@ -3,6 +3,7 @@ placement table holds its bytes."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -23,8 +24,9 @@ from expert_lab import (
 from small import STAGES, digest, furthest
 from torch import Tensor, nn
 
+from zeroexp import gathered, sharded_init
 from zeroexp.errors import CheckpointError, ModelError, NonFiniteError, OptimizerError
-from zeroexp.moe import moe_layers
+from zeroexp.moe import MoE, moe_layers
 
 CLIP = {"trainer.gradient_clip_val": 0.3}
 EXACT = {torch.float32: 1e-6, torch.float64: 1e-12}
@@ -144,7 +146,7 @@ def test_shards_of_fewer_ranks(ranks: Any, degree: int) -> None:
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """Weights and biases in groups of their own: experts of one layer are not one run of numbers."""
+    """Weights and biases in groups of their own: experts of one layer are not neighbours."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
     return torch.optim.AdamW([{"params": matrices}, {"params": rest, "weight_decay": 0.0}], lr=0.01)
@@ -268,6 +270,136 @@ def closed(degree: int, expert: str) -> tuple[dict[str, Tensor], dict[str, Tenso
 def test_a_second_engine_goes_on(ranks: Any, expert: str) -> None:
     once, twice = ranks(2)(closed, 2, expert)[0]
     assert once and all(torch.equal(once[n], twice[n]) for n in once)
+
+
+# -- building, reading, editing ---------------------------------------------------------------------
+
+
+def born_sharded(expert: str, tier: str, folder: str) -> list[dict[str, Tensor]]:
+    """Weights of a model that was built sharded, at the start and after two steps, beside one that
+    was built whole."""
+    keys = {"zero.stage": 3, "offload.kind": tier, "trainer.devices": dist.get_world_size()}
+    if tier.startswith("nvme"):
+        keys["offload.nvme.dir"] = folder
+    out = []
+    for context in (nullcontext(), sharded_init(keys)):
+        with context:
+            model = model_of(2, expert)
+        engine = engine_of(model, keys)
+        out.append(engine.state_dict())
+        steps(engine, 2)
+        out.append(engine.state_dict())
+        engine.close()
+    return out
+
+
+@pytest.mark.parametrize(("expert", "tier"), [("mlp", "none"), ("modules", "nvme_params")])
+def test_experts_are_born_sharded(ranks: Any, tmp_path: Any, expert: str, tier: str) -> None:
+    start, end, born, trained = ranks(4)(born_sharded, expert, tier, str(tmp_path))[0]
+    assert start and same(born, start) and same(trained, end)
+
+
+def looked_at(stage: int) -> dict[str, Any]:
+    """Gradients of the experts here; edits by one rank, by all, and of what was frozen."""
+    model = model_of(2)
+    frozen = moe_layers(model)["1.moe"].experts.down
+    frozen.requires_grad_(False)
+    engine = engine_of(model, {"zero.stage": stage})
+    x = batch(0, dist.get_rank())
+    engine.backward(loss_of(model, engine(x), x))
+    up = moe_layers(model)["0.moe"].experts.up
+    found: dict[str, Any] = {"grad": engine.full_grad(up), "frozen": engine.full_grad(frozen)}
+    engine.step()
+    before = engine.state_dict()
+    frozen.requires_grad_(True)
+    steps(engine, 1, first=1)
+    after = engine.state_dict()
+    found["thawed"] = {n for n in before if not torch.equal(before[n], after[n])}
+    with gathered(up, modify_rank=2):  # its first two experts are rank 0's as well
+        up.data.fill_(float(dist.get_rank()))
+    found["edited"] = engine.state_dict().get("0.moe.experts.up")
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_reading_and_editing_experts(ranks: Any, stage: int) -> None:
+    found = ranks(4)(looked_at, stage)
+    model = model_of(1)
+    for rank in range(4):
+        x = batch(0, rank)
+        (loss_of(model, model(x), x) / 4).backward()
+    up = model.get_parameter("0.moe.experts.up").grad
+    for rank, mine in enumerate(found):
+        here = slice(rank % 2 * 2, rank % 2 * 2 + 2)
+        torch.testing.assert_close(mine["grad"], up[here], rtol=0, atol=1e-6)
+        assert mine["frozen"] is None
+    assert "1.moe.experts.down" in found[0]["thawed"]
+    # Rank 2 counts where it holds them, else the first that does: rank 1
+    edited = found[0]["edited"]
+    assert (edited[:2] == 2).all() and (edited[2:] == 1).all()
+
+
+def uneven(expert: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """MO-02, MO-04: rank 0 has five tokens and rank 1 none or three, experts get none at all."""
+    out = []
+    for degree in (1, 2):
+        model = model_of(degree, expert)
+        with torch.no_grad():
+            for layer in moe_layers(model).values():
+                layer.gate.weight[2:] = -layer.gate.weight[:2].abs().sum(0)
+        engine = engine_of(model, {"zero.stage": 2})
+        for step, tokens in enumerate([(5, 3), (5, 1), (2, 4)]):
+            x = batch(step, dist.get_rank())[: tokens[dist.get_rank()]].abs()
+            engine.backward(loss_of(model, engine(x), x))
+            engine.step()
+        out.append(engine.state_dict())
+        engine.close()
+    return out[0], out[1]
+
+
+@pytest.mark.parametrize("expert", EXPERTS)
+def test_uneven_batches_and_idle_experts(ranks: Any, expert: str) -> None:
+    alone, spread = ranks(2)(uneven, expert)[0]
+    assert alone and furthest(alone, spread) <= 1e-6
+
+
+def narrow(compute: str) -> list[dict[str, Any]]:
+    keys = {"precision.compute": compute, "zero.stage": 2, "trainer.accumulate_grad_batches": 2}
+    return each([1, 2], keys, count=3)
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_narrow_formats(ranks: Any, compute: str) -> None:
+    alone, spread = ranks(2)(narrow, compute)[0]
+    step = torch.finfo(getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[compute])).eps
+    assert furthest(alone["weights"], spread["weights"]) <= step
+    assert spread["norms"] == pytest.approx(alone["norms"], rel=2 * step)
+
+
+def averaging() -> tuple[list[Tensor], list[Tensor]]:
+    """Buffers of experts are each expert's own."""
+    model = nn.Sequential(
+        MoE(8, lambda: nn.Sequential(nn.BatchNorm1d(8, momentum=1.0)), 2, 2, expert_parallel=2)
+    )
+    engine = engine_of(model, {})
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("running_mean"):
+                buffer.fill_(float(name.split(".")[2]) + 1)
+    whole = engine.state_dict()
+    engine.load_state_dict({n: 3 * v for n, v in whole.items()})
+    twice = engine.state_dict()
+    engine.close()
+    return [
+        [s[f"0.experts.{i}.0.running_mean"] for i in range(2)] if s else [] for s in (whole, twice)
+    ]  # type: ignore[return-value]
+
+
+def test_buffers_of_experts(ranks: Any) -> None:
+    whole, tripled = ranks(2)(averaging)[0]
+    for i in range(2):
+        assert (whole[i] == i + 1).all() and (tripled[i] == 3 * (i + 1)).all()
 
 
 # -- what goes wrong -------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from zeroexp.config import Config
 from zeroexp.layout import Layout, ParamSpec, Segment, make_layout
 from zeroexp.placement import STAGES, Placement, StatePlacement, Tier
+from zeroexp.plan.experts import all_to_all_bytes
 from zeroexp.plan.formats import NAMES, formats, gathers, is_floating, reductions
 from zeroexp.plan.tiers import file_traffic, homes, leaving_segments, optimizer_shares, transfers
 
@@ -51,20 +52,22 @@ class Prediction:
 
 
 def predict(config: Config, specs: Sequence[ParamSpec]) -> Prediction:
-    """Predict ``config`` for a model of ``specs`` (built-in models give them, see
+    """Predict ``config`` for a whole model of ``specs`` (built-in models give them, see
     :mod:`zeroexp.models.specs`)."""
     config = config.resolved()
     ranks = config.trainer.devices * config.trainer.num_nodes
     shards = _shard_size(config, ranks)
     compute = NAMES[config.precision.compute]
-    stored = [replace(s, dtype=_stored(s.dtype, compute), group=_group(config, s)) for s in specs]
+    stored = [
+        replace(s.part(), dtype=_stored(s.dtype, compute), group=_group(config, s)) for s in specs
+    ]
     layout = make_layout(stored, cut=config.zero.unit, shards=shards)
-    comm = _traffic(config, layout, STAGES[config.zero.stage], ranks // shards)
+    comm = _traffic(config, layout, STAGES[config.zero.stage], ranks)
     moved, files = transfers(config, layout), file_traffic(config, layout)
     state = {}
     padding = {}
     for rank in range(ranks):
-        state[rank], padding[rank] = _state(config, layout, rank % shards)
+        state[rank], padding[rank] = _state(config, layout, rank)
     everyone = range(ranks)
     away = sum(leaving_segments(config, layout).values())
     return Prediction(
@@ -94,7 +97,7 @@ def _group(config: Config, spec: ParamSpec) -> int:
     return int(not config.optim.decays(spec.name, len(spec.shape)))
 
 
-def _state(config: Config, layout: Layout, index: int) -> tuple[dict[str, dict[str, int]], int]:
+def _state(config: Config, layout: Layout, rank: int) -> tuple[dict[str, dict[str, int]], int]:
     out = {kind: {tier.value: 0 for tier in Tier} for kind in ("params", "grads", "optim")}
     padding = 0
 
@@ -102,7 +105,7 @@ def _state(config: Config, layout: Layout, index: int) -> tuple[dict[str, dict[s
         nonlocal padding
         size = segment.shard_size if where.sharded else segment.size
         out[kind][where.tier.value] += size * itemsize
-        gap = segment.padding_in(index) if where.sharded else segment.padding
+        gap = segment.padding_in(segment.index_of(rank)) if where.sharded else segment.padding
         padding += gap * itemsize
 
     for segment, home in zip(layout.segments, homes(config, layout), strict=True):
@@ -120,14 +123,16 @@ def _state(config: Config, layout: Layout, index: int) -> tuple[dict[str, dict[s
 
 
 def _traffic(
-    config: Config, layout: Layout, placement: StatePlacement, replicas: int
+    config: Config, layout: Layout, placement: StatePlacement, ranks: int
 ) -> dict[str, int]:
     micro = config.trainer.accumulate_grad_batches
     total = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+    total["all_to_all"] = all_to_all_bytes(config)
     for unit in layout.units:
         for segment in unit.segments:
             sizes = formats(config, segment, placement)
-            share = (layout.shards - 1) * segment.shard_size
+            share = (segment.shards - 1) * segment.shard_size
+            replicas = ranks // (segment.spread * segment.shards)
             if placement.params.sharded and is_floating(segment):
                 total["all_gather"] += share * sizes.param * micro * gathers(config, unit.name)
             if not segment.trainable:
