@@ -272,7 +272,7 @@ def test_a_second_engine_goes_on(ranks: Any, expert: str) -> None:
     assert once and all(torch.equal(once[n], twice[n]) for n in once)
 
 
-# -- building, reading, editing ---------------------------------------------------------------------
+# -- building, reading, editing --------------------------------------------------------------------
 
 
 def born_sharded(expert: str, tier: str, folder: str) -> list[dict[str, Tensor]]:

@@ -171,3 +171,21 @@ def test_the_plan_is_what_happens_with_experts_on_two_ranks(ranks, stage):
         assert state == plan.state_bytes[rank]
         assert sent == wanted
     assert 0 < tokens < 2 * 2 * even
+
+
+@pytest.mark.parametrize("spread", [2, 4])
+def test_the_plan_of_hybrid_shards_is_what_happens(ranks, spread):
+    """A copy of the dense weights on 2 of 4 ranks; of experts on 2, or on all 4 of them."""
+    keys = {
+        **KINDS["top2"],
+        "zero.shard_size": 2,
+        "trainer": {**KEYS["trainer"], "devices": 4},
+    }
+    keys["moe"] = {**keys["moe"], "expert_parallel": spread}
+    config = Config.from_mapping({**KEYS, **keys, "zero.stage": 3})
+    plan = predict(config, param_specs(config.model, config.moe))
+    for rank, (state, sent) in enumerate(ranks(4)(what_happens, 3, keys)):
+        assert state == plan.state_bytes[rank]
+        wanted = plan.comm_bytes_per_step[rank]
+        assert wanted.pop("all_to_all") and sent.pop("all_to_all")
+        assert sent == wanted

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from zeroexp.errors import ConfigError, ModelError, Problem
 from zeroexp.layout import Part
 from zeroexp.moe.draws import draw_key
 from zeroexp.moe.segments import Activation, activated_linear, grouped_linear
+from zeroexp.zero.sharded_init import built_whole
 
 
 def _swiglu(up: Tensor, gate: Tensor) -> Tensor:
@@ -228,7 +229,7 @@ class ModuleExperts(Experts):
         super().__init__(ids, num_experts)
         made: dict[int, nn.Module] = {}
         for i in ids:
-            with seeded(key, i):
+            with seeded(key, i), built_whole() if self.num_parts > 1 else nullcontext():
                 one = copy.deepcopy(expert) if isinstance(expert, nn.Module) else expert()
             made[i] = _module(one, made.values())
             self.add_module(str(i), one)  # named by its global id, as in a checkpoint

@@ -265,7 +265,27 @@ def sharded_init(config: Config | Mapping[str, Any] | None = None) -> Iterator[N
         session.end()
 
 
+@contextmanager
+def built_whole() -> Iterator[None]:
+    """Blocks of what is built inside are not sharded one by one, also where a ``sharded_init`` is
+    open: nobody can tell yet that they belong to something that other ranks do not have."""
+    paused = [session for session in _open() if session.active]
+    for session in paused:
+        session.active = False
+    try:
+        yield
+    finally:
+        for session in paused:
+            session.active = True
+
+
 def _nested() -> bool:
-    """Whether another ``sharded_init`` is open: its hook is registered."""
+    """Whether another ``sharded_init`` is open."""
+    return bool(_open())
+
+
+def _open() -> list[Session]:
+    """The sessions whose hook is registered."""
     hooks = nn.modules.module._global_module_registration_hooks.values()
-    return any(isinstance(getattr(h, "__self__", None), Session) for h in hooks)
+    owners = [getattr(hook, "__self__", None) for hook in hooks]
+    return [owner for owner in owners if isinstance(owner, Session)]
