@@ -29,6 +29,7 @@ from zeroexp.errors import CheckpointError, ModelError, NonFiniteError, Optimize
 from zeroexp.moe import MoE, moe_layers
 
 CLIP = {"trainer.gradient_clip_val": 0.3}
+LONG = pytest.mark.full
 EXACT = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
@@ -51,7 +52,7 @@ def test_every_degree_gives_the_same_weights_and_norms(
         assert furthest(run["weights"], wanted["weights"]) <= EXACT[dtype]
 
 
-@pytest.mark.parametrize(("num_ranks", "degree"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("num_ranks", "degree"), [(2, 2), pytest.param(4, 2, marks=LONG)])
 def test_stages_give_the_same_bits(ranks: Any, num_ranks: int, degree: int) -> None:
     # reduce=each: sums of micro-batches in one order at every stage
     keys = {**CLIP, "zero.reduce": "each", "trainer.accumulate_grad_batches": 2}
@@ -122,7 +123,7 @@ def wanted_bytes(degree: int, ranks: int, stage: int, shard: int) -> dict[str, i
     return out
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=LONG)])
 def test_every_row_holds_its_bytes(ranks: Any, degree: int) -> None:
     for found in ranks(4)(rows, degree, {}):
         for stage, (counted, state, buffers) in zip(STAGES, found, strict=True):
@@ -131,7 +132,7 @@ def test_every_row_holds_its_bytes(ranks: Any, degree: int) -> None:
             assert counted == sum(wanted.values()) + buffers
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [pytest.param(2, marks=LONG), 4])
 def test_shards_of_fewer_ranks(ranks: Any, degree: int) -> None:
     """Hybrid: a copy of the model on 2 of 4 ranks, experts spread as far or further."""
     plain, hybrid = {"zero.stage": 3, **CLIP}, {"zero.stage": 3, "zero.shard_size": 2, **CLIP}
@@ -167,7 +168,7 @@ def saved(degree: int, expert: str, folder: str, load: str | None, stage: int) -
     return {"model": whole[0], "optimizer": whole[1], "after": after}
 
 
-@pytest.mark.parametrize("expert", EXPERTS)
+@pytest.mark.parametrize("expert", ["mlp", pytest.param("modules", marks=LONG)])
 def test_a_checkpoint_goes_to_any_degree(ranks: Any, tmp_path: Any, expert: str) -> None:
     """2 to 1 to 4 and on; what is trained afterwards is the same."""
     first = ranks(4)(saved, 2, expert, str(tmp_path / "a"), None, 1)[0]
@@ -322,7 +323,7 @@ def looked_at(stage: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=LONG), 3])
 def test_reading_and_editing_experts(ranks: Any, stage: int) -> None:
     found = ranks(4)(looked_at, stage)
     model = model_of(1)
@@ -369,7 +370,7 @@ def narrow(compute: str) -> list[dict[str, Any]]:
     return each([1, 2], keys, count=3)
 
 
-@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+@pytest.mark.parametrize("compute", ["bf16", pytest.param("fp16", marks=LONG)])
 def test_narrow_formats(ranks: Any, compute: str) -> None:
     alone, spread = ranks(2)(narrow, compute)[0]
     step = torch.finfo(getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[compute])).eps
