@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from zeroexp.errors import CheckpointError
 from zeroexp.strategies.compat import Namespace
-from zeroexp.zero.parts import parts_of
+from zeroexp.zero.shares import shares_of
 
 
 def _safe_types() -> list[Any]:
@@ -168,15 +168,15 @@ def filtered(
     return {key: whole.get(key, value) for key, value in own.items()} | theirs
 
 
-def has_parts(module: nn.Module) -> bool:
+def has_shares(module: nn.Module) -> bool:
     """Whether a rank has some of the experts only."""
-    return bool(parts_of(module))
+    return bool(shares_of(module))
 
 
-def refuse_parts(module: nn.Module) -> None:
+def refuse_shares(module: nn.Module) -> None:
     """Raise :class:`CheckpointError` for a module whose experts lie on several ranks, which nothing
     connects any more."""
-    if has_parts(module):
+    if has_shares(module):
         raise CheckpointError(
             "the experts of this module lie on several ranks (expert parallelism), and the run "
             "that connected them is over: save while it goes on (a ModelCheckpoint, "

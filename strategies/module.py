@@ -17,7 +17,7 @@ from zeroexp.config.sections import ModelConfig
 from zeroexp.data.dataset import Batch
 from zeroexp.errors import ConfigError, Problem
 from zeroexp.models.build import build, seeded
-from zeroexp.models.loss import num_targets
+from zeroexp.models.loss import next_token_loss, num_targets
 from zeroexp.models.specs import is_built_in
 from zeroexp.moe import auxiliary_loss
 from zeroexp.optim.build import build as build_optimizer
@@ -55,13 +55,13 @@ class LanguageModule(pl.LightningModule):
         if self.model is None:
             self.configure_model()
         assert self.model is not None  # for the type checker: configure_model made it
-        output: Tensor = self.model(tokens, targets)
-        return output
+        logits_BLV: Tensor = self.model(tokens)
+        return logits_BLV if targets is None else next_token_loss(logits_BLV, targets)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor | dict[str, Tensor]:
         """The mean loss in nats. With experts, under ``loss`` what is trained for, under
         ``task_loss`` that mean, and under ``auxiliary_loss`` what the gates add to it."""
-        loss: Tensor = self(batch["tokens"], batch["targets"])
+        loss = next_token_loss(self(batch["tokens"]), batch["targets"])
         if self.config.moe.kind == "none":
             return loss
         assert self.model is not None  # for the type checker: it has just been called
@@ -91,7 +91,7 @@ class LanguageModule(pl.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         count = num_targets(batch["targets"])
-        loss = self(batch["tokens"], batch["targets"])
+        loss = next_token_loss(self(batch["tokens"]), batch["targets"])
         self._val_sums += torch.stack((loss.double() * count, count.double()))
 
     def on_validation_epoch_end(self) -> None:

@@ -14,6 +14,7 @@ from zeroexp.errors import ModelError, OptimizerError, ZeroexpError
 
 if TYPE_CHECKING:
     from zeroexp.engine import Engine
+    from zeroexp.pipe_engine import PipeEngine
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -48,9 +49,10 @@ class Optimization:
         self._clips = 0
         self._warned = False
         self._skipped: set[int] = set()
+        self._pipe: PipeEngine | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_engine": None, "left": None}
+        return {**self.__dict__, "_engine": None, "_pipe": None, "left": None}
 
     # ------------------------------------------------------------------ the engine
     @property
@@ -69,6 +71,7 @@ class Optimization:
         self._engine = engine
         self._groups = _sizes(engine)
         self._blocked = 0
+        self._pipe = None
         self._skipped.clear()
 
     @property
@@ -85,6 +88,17 @@ class Optimization:
             yield
         finally:
             self._blocked -= 1
+
+    @property
+    def step_follows(self) -> bool:
+        """Whether a step follows the batch that runs now."""
+        return self._blocked == 0
+
+    def pipe_begins(self, engine: PipeEngine) -> None:
+        """A pipeline runs forward and backward of a batch together, where Lightning expects the
+        forward: the ``zero_grad`` and ``backward`` that it calls then have been done."""
+        engine.zero_grad_comes_late = True
+        self._pipe = engine
 
     def backward(
         self,
@@ -104,7 +118,7 @@ class Optimization:
             )
         self.engine.backward(
             loss,
-            last=self._blocked == 0,
+            last=self.step_follows,
             retain_graph=bool(retain_graph) or create_graph,
             create_graph=create_graph,
         )
@@ -127,6 +141,9 @@ class Optimization:
             finally:
                 loss.backward = backward  # type: ignore[method-assign]
 
+        if self._pipe is not None:
+            self._pipe.zero_grad_comes_late, self._pipe = False, None
+            return
         loss.backward = backward  # type: ignore[method-assign]
         try:
             call(loss, *args, **kwargs)

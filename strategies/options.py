@@ -31,6 +31,9 @@ _ELSEWHERE = {
 }
 LAUNCH_KEYS = ("timeout",)
 
+MOST_SAMPLES = 2**20
+"""Stands for a batch of unknown size that every number of micro-batches divides."""
+
 
 def _foreign(mapping: Mapping[str, Any]) -> list[Problem]:
     problems = []
@@ -70,6 +73,7 @@ def build_config(
     zero: Mapping[str, Any],
     offload: str | Mapping[str, Any] | None,
     timeout: float | None,
+    pipeline: str | Mapping[str, Any] | None = None,
 ) -> Config:
     """The configuration of a strategy.
 
@@ -80,6 +84,7 @@ def build_config(
             not).
         offload: kind of offload, or a mapping of keys of the ``offload`` section, as an argument.
         timeout: seconds a collective may wait, as an argument.
+        pipeline: the schedule, or a mapping of keys of the ``pipeline`` section, as an argument.
 
     Raises:
         ConfigError: every unknown key, wrong value and broken rule; also a key that is given both
@@ -87,10 +92,11 @@ def build_config(
         FileNotFoundError: the path does not exist.
     """
     given = {f"zero.{key}": value for key, value in zero.items() if value is not None}
-    if isinstance(offload, Mapping):
-        given |= {f"offload.{key}": value for key, value in offload.items()}
-    elif offload is not None:
-        given["offload.kind"] = offload
+    for section, kind, value in (("offload", "kind", offload), ("pipeline", "schedule", pipeline)):
+        if isinstance(value, Mapping):
+            given |= {f"{section}.{key}": each for key, each in value.items()}
+        elif value is not None:
+            given[f"{section}.{kind}"] = value
     if timeout is not None:
         given["launch.timeout"] = timeout
     if config is None:
@@ -110,11 +116,14 @@ def build_config(
 def on_ranks(config: Config, accelerator: str, devices: int, num_nodes: int) -> Config:
     """The configuration on the ranks that Lightning has started, with every ``auto`` resolved.
 
-    The batch is Lightning's: one sequence per micro-batch stands here, which always comes out.
+    The batch is Lightning's: one sequence per micro-batch stands here, which always comes out (in a
+    pipeline as many as it has micro-batches, of unknown size).
     """
     placed: dict[str, Any] = {
         "trainer": {"accelerator": accelerator, "devices": devices, "num_nodes": num_nodes}
     }
-    if config.data_ranks != devices * num_nodes:
-        placed["data"] = {"batch_size": None, "micro_batch_size": 1}
+    if config.ranks != devices * num_nodes:
+        pipeline = config.pipeline
+        parts = pipeline.micro_batches or pipeline.num_micro_batches(MOST_SAMPLES)
+        placed["data"] = {"batch_size": None, "micro_batch_size": parts}
     return config.updated(placed).resolved()

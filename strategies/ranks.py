@@ -80,14 +80,14 @@ class Ranks:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that read different data: all, while there is only data parallelism."""
-        return self._num_nodes * self.num_processes
+        """Ranks that read different data: those of a pipe read the same."""
+        return max(1, self._num_nodes * self.num_processes // self.asked.pipeline.size)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {
             "num_replicas": self.data_ranks,
-            "rank": self.cluster_environment.global_rank(),
+            "rank": self.cluster_environment.global_rank() % self.data_ranks,
         }
 
     @property

@@ -89,7 +89,7 @@ class State:
         self._meet_after_exception()
         module = self.lightning_module
         if not self.optimization.is_set_up:
-            files.refuse_parts(module)
+            files.refuse_shares(module)
             if files.is_whole(module):
                 return module.state_dict() if self.is_global_zero else {}
             return files.collected(module, keep=self.is_global_zero)
@@ -98,7 +98,7 @@ class State:
             return whole
         from zeroexp import gathered
 
-        spread = files.has_parts(module)
+        spread = files.has_shares(module)
         with gathered(module):
             own = module.state_dict() if self.is_global_zero or spread else {}
         names: list[list[str]] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from zeroexp.errors import ModelError
 from zeroexp.strategies.compat import Namespace
 from zeroexp.strategies.faults import Sigterm
 from zeroexp.strategies.optimization import Optimization
+from zeroexp.strategies.pipe import PipedSteps
 
 
 def check_output(output: Any) -> None:
@@ -53,6 +54,7 @@ class Steps:
     config: Config
     follow_optimizers: Any
     _sigterm: Sigterm
+    _piped: PipedSteps | None
 
     @contextmanager
     def _around(self, context: AbstractContextManager[Any]) -> Iterator[None]:
@@ -62,6 +64,10 @@ class Steps:
             yield
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._piped is not None:
+            batch, *rest = *args, *kwargs.values()
+            self.optimization.pipe_begins(self._piped.engine)
+            return self._piped.training(batch, rest, last=self.optimization.step_follows)
         with self._around(self.precision_plugin.train_step_context()):
             output = self.lightning_module.training_step(*args, **kwargs)
         if self.lightning_module.automatic_optimization:
@@ -69,19 +75,32 @@ class Steps:
         return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._stop_evaluation()
-        with self._around(self.precision_plugin.val_step_context()):
-            return self.lightning_module.validation_step(*args, **kwargs)
+        return self._evaluate(
+            "validation_step", self.precision_plugin.val_step_context, args, kwargs
+        )
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._stop_evaluation()
-        with self._around(self.precision_plugin.test_step_context()):
-            return self.lightning_module.test_step(*args, **kwargs)
+        return self._evaluate("test_step", self.precision_plugin.test_step_context, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(
+            "predict_step", self.precision_plugin.predict_step_context, args, kwargs
+        )
+
+    def _evaluate(
+        self,
+        name: str,
+        context: Callable[[], AbstractContextManager[Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         self._stop_evaluation()
-        with self._around(self.precision_plugin.predict_step_context()):
-            return self.lightning_module.predict_step(*args, **kwargs)
+        step = getattr(self.lightning_module, name)
+        if self._piped is not None:
+            batch, *rest = *args, *kwargs.values()
+            return self._piped.evaluation(step, batch, rest)
+        with self._around(context()):
+            return step(*args, **kwargs)
 
     def evaluate_under_no_grad(self, trainer: Any) -> None:
         """Never ``torch.inference_mode``: what is gathered in it could not be used in training."""

@@ -30,6 +30,7 @@ from zeroexp.strategies.early import why_not_in_backward
 from zeroexp.strategies.faults import Meeting, Sigterm
 from zeroexp.strategies.optimization import Optimization, ZeroGrad, refuse_closures
 from zeroexp.strategies.options import build_config
+from zeroexp.strategies.pipe import PipedSteps
 from zeroexp.strategies.precision import (
     PrecisionBehaviour,
     precision_class,
@@ -55,6 +56,8 @@ class ZeroBehaviour(Ranks, Steps, State):
             ``zero`` section.
         offload: where state lives between its uses: a kind (``"cpu"``, ``"nvme"``,
             ``"cpu_params"``, ``"nvme_params"``), or a mapping of keys of the ``offload`` section.
+        pipeline: how the model is spread over stages: a schedule (``"1f1b"``, …), or a mapping of
+            keys of the ``pipeline`` section.
         config: instead of these, a :class:`zeroexp.Config`, a mapping of its keys, or the path of
             a YAML or JSON file. Sections that are the Trainer's to decide (optim, data, …) are
             refused in mappings.
@@ -91,6 +94,7 @@ class ZeroBehaviour(Ranks, Steps, State):
         reduce: str | None = None,
         bucket: int | str | None = None,
         offload: str | Mapping[str, Any] | None = None,
+        pipeline: str | Mapping[str, Any] | None = None,
         timeout: float | None = None,
         process_group_backend: str | None = None,
         start_method: str = "popen",
@@ -110,7 +114,7 @@ class ZeroBehaviour(Ranks, Steps, State):
             "reduce": reduce,
             "bucket": bucket,
         }
-        asked = build_config(config, zero, offload, timeout)
+        asked = build_config(config, zero, offload, timeout, pipeline)
         self.init_ranks(asked, process_group_backend, start_method)
         self.config = asked
         self.optimization = Optimization()
@@ -120,6 +124,7 @@ class ZeroBehaviour(Ranks, Steps, State):
         self._input_hooks: list[Any] = []
         self._adapted: list[Any] = []
         self._late_state = None
+        self._piped: PipedSteps | None = None
         self.ns.ParallelStrategy.__init__(
             self,
             accelerator=accelerator,
@@ -256,6 +261,8 @@ class ZeroBehaviour(Ranks, Steps, State):
         """Nothing is left to connect: the engine has module and optimizers."""
 
     def _make_engine(self, module: Any, optimizers: Any) -> Engine:
+        if self.config.pipeline.is_on:
+            return self._make_pipe_engine(module, optimizers)
         from zeroexp.engine import Engine
 
         # Lightning has divided the loss by accumulate_grad_batches, and asks for clipping itself.
@@ -269,6 +276,28 @@ class ZeroBehaviour(Ranks, Steps, State):
             steps_at_once=why_not_in_backward(self.lightning_module, self.ns),
         )
 
+    def _make_pipe_engine(self, module: Any, optimizers: Any) -> Engine:
+        if not self.lightning_module.automatic_optimization:
+            raise ModelError(
+                "automatic_optimization=False does not work with a pipeline: forward and backward "
+                "of its micro-batches run together, before training_step returns"
+            )
+        from zeroexp.pipe_engine import PipeEngine
+
+        context = self.precision_plugin.forward_context
+        self._piped = PipedSteps(self.lightning_module, context)
+        engine = PipeEngine(
+            module,
+            optimizers,
+            self.config,
+            loss=self._piped.loss,
+            context=context,
+            device=self.root_device,
+            clip=None,
+        )
+        self._piped.engine = engine
+        return engine
+
     def follow_optimizers(self) -> None:
         """Build the engine anew, with its state, where a callback added parameter groups.
 
@@ -279,7 +308,7 @@ class ZeroBehaviour(Ranks, Steps, State):
             return
         old = self.engine
         scalars = old.scalar_state()
-        old.close(keep_sharded=True)
+        old.close(keep_sharded=self._piped is None)
         engine = self._make_engine(self.model, old.optimizers)
         engine.load_scalar_state(scalars)
         self.optimization.take(engine)
@@ -290,7 +319,8 @@ class ZeroBehaviour(Ranks, Steps, State):
         return gathered(self.lightning_module, modify_rank=modify_rank)
 
     def model_to_device(self) -> None:
-        move(self.model, self.root_device, self.config.zero.stage < 3)
+        fits = self.config.zero.stage < 3 and not self.config.pipeline.is_on
+        move(self.model, self.root_device, fits)
 
     def setup_optimizers(self, trainer: Any) -> None:
         self._reset_optimizers_and_schedulers()  # type: ignore[attr-defined]
@@ -329,7 +359,7 @@ class ZeroBehaviour(Ranks, Steps, State):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Around ``configure_model``: at stage 3 parameters are born sharded, block by block."""
-        if self.asked.zero.stage < 3:
+        if self.asked.zero.stage < 3 or self.asked.pipeline.is_on:
             yield
             return
         from zeroexp import sharded_init
@@ -371,6 +401,7 @@ class ZeroBehaviour(Ranks, Steps, State):
         if not self.optimization.is_set_up:
             return
         engine = self.engine
+        self._piped = None
         self.optimization.take(None)
         if not gather:
             engine.close(collective=False)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zeroexp import __version__
 from zeroexp.errors import ZeroexpError
+
+if TYPE_CHECKING:
+    from zeroexp.plan.pipeline import PipelinePlan
 
 USAGE = """\
 zeroexp: experiments with models that do not fit
@@ -26,6 +32,7 @@ zeroexp: experiments with models that do not fit
   -q, --quiet        print nothing while a run goes well
   --sweep-dir DIR    put the sweep there; started again, it skips the runs that are done
   --fail-fast        end the sweep with the first run that fails
+  --timeline [FILE]  with plan: draw the pipeline's schedule, as text or into FILE.svg
 """
 
 
@@ -45,6 +52,8 @@ class Flags:
     quiet: bool = False
     fail_fast: bool = False
     sweep_dir: Path | None = None
+    timeline: str | None = None
+    """An SVG file, or `-` for text."""
     help: bool = False
     rest: list[str] = field(default_factory=list)
 
@@ -52,8 +61,9 @@ class Flags:
 def read_flags(argv: Sequence[str]) -> Flags:
     """Take our own flags out of ``argv``; everything else is left to the configuration."""
     flags = Flags()
-    words = iter(argv)
-    for word in words:
+    words = deque(argv)
+    while words:
+        word = words.popleft()
         name, equals, value = word.partition("=")
         if word in ("-q", "--quiet"):
             flags.quiet = True
@@ -62,10 +72,14 @@ def read_flags(argv: Sequence[str]) -> Flags:
         elif word in ("-h", "--help"):
             flags.help = True
         elif name == "--sweep-dir":
-            directory = value if equals else next(words, "")
+            directory = value if equals else words.popleft() if words else ""
             if not directory:
                 raise UsageError("--sweep-dir has no directory; wanted --sweep-dir DIR")
             flags.sweep_dir = Path(directory)
+        elif name == "--timeline":
+            # Text unless a file follows; KEY=VALUE and further flags are none.
+            follows = bool(words) and (words[0] == "-" or words[0].endswith(".svg"))
+            flags.timeline = value if equals else words.popleft() if follows else "-"
         else:
             flags.rest.append(word)
     return flags
@@ -75,6 +89,8 @@ def train(flags: Flags) -> int:
     """One run, or a sweep with ``-m`` or ``sweep=NAME``."""
     from zeroexp.config import compose, is_multirun
 
+    if flags.timeline is not None:
+        raise UsageError("--timeline is for zeroexp plan")
     if is_multirun(flags.rest):
         return sweep(flags)
     if flags.sweep_dir is not None or flags.fail_fast:
@@ -114,10 +130,34 @@ def plan(flags: Flags) -> int:
     from zeroexp.report.plan_page import plan_page
     from zeroexp.run.forecast import forecast
 
+    if flags.timeline not in (None, "-") and not flags.timeline.endswith(".svg"):
+        raise UsageError(f"--timeline {flags.timeline}: wanted FILE.svg, or nothing for text")
     config = compose(flags.rest, start=False).config.resolved()
     made = forecast(config)
-    print(plan_page(config, made))
+    page = plan_page(config, made)
+    if flags.timeline is not None:
+        page += "\n\n" + _timeline(flags.timeline, None if made is None else made.pipeline)
+    print(page)
     return 1 if made is not None and made.fits is False else 0
+
+
+def _timeline(where: str, pipeline: PipelinePlan | None) -> str:
+    """The timeline as text, or where it was written."""
+    from zeroexp.pipeline.timeline_svg import timeline_svg
+    from zeroexp.pipeline.timeline_text import timeline_text
+
+    if pipeline is None:
+        raise UsageError(
+            "--timeline has nothing to draw: there is no pipeline, or its model is known to its "
+            "ranks only. Use pipeline=1f1b with a built-in model and trainer.devices=2"
+        )
+    if where == "-":
+        return timeline_text(pipeline.simulation, shutil.get_terminal_size((100, 0)).columns)
+    try:
+        Path(where).write_text(timeline_svg(pipeline.simulation), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--timeline {where}: {error.strerror}") from None
+    return f"timeline: {where}"
 
 
 def report(flags: Flags) -> int:

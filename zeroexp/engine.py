@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroexp.checkpoint import directory, full_model, full_optimizer
+from zeroexp.checkpoint.across import note_of_rank_0
 from zeroexp.comm import World
 from zeroexp.comm.pool import BufferPool
 from zeroexp.comm.ranks import with_ranks
@@ -36,11 +37,14 @@ from zeroexp.zero.delayed import DelayedSteps
 from zeroexp.zero.disk import disk_for
 from zeroexp.zero.early import EarlyStep, early_step
 from zeroexp.zero.hooks import Hooks
+from zeroexp.zero.marked import MarkedResidency
 from zeroexp.zero.model import ShardedModel
+from zeroexp.zero.part import Part
 from zeroexp.zero.reducer import Reducer
 from zeroexp.zero.residency import Residency
 from zeroexp.zero.stepper import Stepper
 from zeroexp.zero.surroundings import Surroundings
+from zeroexp.zero.ties import Ties
 from zeroexp.zero.unit import Life, UnitState
 from zeroexp.zero.window import Window
 
@@ -56,6 +60,7 @@ class Engine:
     caller divides the loss by the number of micro-batches itself. ``clip=None``: the caller clips
     by itself; by default :meth:`step` clips to ``trainer.gradient_clip_val``.
     ``steps_at_once``: why no part of a step may be made in backward, if the caller knows a reason.
+    ``part``: what of the module the ranks of this data-parallel group hold (all of it).
 
     Raises :class:`ModelError`, :class:`OptimizerError`, :class:`RankMismatch` or
     :class:`ConfigError`.
@@ -71,6 +76,7 @@ class Engine:
         divide_accumulation: bool = True,
         clip: float | str | None = "config",
         steps_at_once: str | None = None,
+        part: Part | None = None,
     ) -> None:
         if not isinstance(config, Config):
             config = Config.from_mapping(with_ranks(config or {}))
@@ -85,7 +91,10 @@ class Engine:
         if zero.shard_size == "node":
             shard_size = self.config.trainer.devices
         self.world = World.create(
-            self.ledger, shard_size=shard_size, timeout=float(self.config.launch.timeout)
+            self.ledger,
+            shard_size=shard_size,
+            timeout=float(self.config.launch.timeout),
+            parts=part.count if part is not None else 1,
         )
         self.rank, self.world_size = self.world.rank, self.world.size
         self._companions = companions(module)
@@ -112,15 +121,15 @@ class Engine:
             delayed=offload.delayed_update,
             disk=self.disk,
         )
-        self.model = ShardedModel(module, groups, self._around, cut=zero.unit)
+        self.model = ShardedModel(module, groups, self._around, cut=zero.unit, part=part)
         root = next((u for u in self.model.units if u.name == ""), None)
-        self._root = root
         reshard = zero.reshard_after_forward
-        self.residency = Residency(
+        self.residency = (Residency if part is None else MarkedResidency)(
             self.model.units,
             self._around,
             prefetch=zero.prefetch if zero.overlap else 0,
             keeps=lambda unit: reshard == "false" or (reshard == "auto" and unit is root),
+            root=root,
         )
         self.reducer = Reducer(
             self._units_with_gradients(),
@@ -135,7 +144,7 @@ class Engine:
             stepper = Stepper(
                 self._bind(optimizer), self.model.trainable_segments, first, self._around
             )
-            stepper.refuse_cut(self.model.parts)
+            stepper.refuse_cut(self.model.shares)
             self._take_over_state(stepper, left_behind)
             self.steppers.append(stepper)
         scale = self.config.precision.loss_scale
@@ -171,12 +180,12 @@ class Engine:
             clip=None if limit is None else float(limit),
             early=self._early,
             delayed=self._delayed,
+            ties=Ties(self.model, part, self.reducer) if part is not None else None,
         )
         self._backward = Backward(
             self.residency,
             self.reducer,
             self._window,
-            root,
             ranks=self.world_size,
             begins=self._boundary.reopen,
         )
@@ -218,8 +227,8 @@ class Engine:
             given = left_behind(everywhere=False)
         elif self.rank == 0 and optimizer.state:
             given = type(optimizer).state_dict(optimizer)
-        has_state = torch.tensor([bool(given.get("state"))])
-        if self.world.control.exchange(has_state, "take-over of optimizer state")[0].item():
+        has_state = bool(given.get("state"))
+        if note_of_rank_0(self.world, has_state, "take-over of optimizer state"):
             full_optimizer.load_optimizer_state(self.model, stepper, given)
         optimizer.state.clear()
 
@@ -272,8 +281,7 @@ class Engine:
         self.residency.enter_scope()
         failed = True
         try:
-            if self._root is not None:
-                self.residency.need(self._root)
+            self.residency.need_root()
             yield
             failed = False
         finally:
@@ -328,9 +336,12 @@ class Engine:
         return loss * self.loss_scale if self.loss_scale != 1.0 else loss
 
     @contextmanager
-    def backward_scope(self, *, last: bool | None = None) -> Iterator[None]:
-        """Around one call of autograd; what it leaves behind is reduced when it ends."""
-        with self._backward.scope(last):
+    def backward_scope(
+        self, *, last: bool | None = None, units: Sequence[UnitState] | None = None
+    ) -> Iterator[None]:
+        """Around one call of autograd; what it leaves behind is reduced when it ends. ``units``:
+        the only ones that it reaches, on every rank."""
+        with self._backward.scope(last, units):
             yield
 
     # -- boundary ----------------------------------------------------------------------------------
@@ -531,6 +542,7 @@ class Engine:
             unit.wait()
             unit.pins += 1
         self.world.settle()
+        self.model.fetch_elsewhere()
         self.world.close()
 
     def _collector(self, stepper: Stepper) -> Collect:

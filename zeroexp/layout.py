@@ -40,11 +40,11 @@ ITEMSIZE: dict[str, int] = {
 
 
 @dataclass(frozen=True)
-class Part:
-    """Which of ``count`` equal parts a rank has of what is spread over as many ranks.
+class Share:
+    """Which of ``count`` equal shares a rank has of what is spread over as many ranks.
 
-    ``ends``: what its name ends in, part by part, where each has a name of its own. Empty: the
-    parts are slices of one tensor along dimension 0, which have its name.
+    ``ends``: what its name ends in, one by one, where each has a name of its own. Empty: the
+    shares are slices of one tensor along dimension 0, which have its name.
     """
 
     count: int
@@ -52,15 +52,15 @@ class Part:
     ends: tuple[str, ...] = ()
 
     def name(self, mine: str, index: int) -> str:
-        """The name of part ``index`` of what is called ``mine`` here."""
+        """The name of share ``index`` of what is called ``mine`` here."""
         return self.prefix(mine) + self.ends[index] if self.ends else mine
 
     def prefix(self, mine: str) -> str:
-        """What the names of all parts begin with."""
+        """What the names of all shares begin with."""
         return mine.removesuffix(self.ends[self.index]) if self.ends else mine
 
     def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of what holds all parts of one name."""
+        """The shape of what holds all shares of one name."""
         return shape if self.ends else (self.count * shape[0], *shape[1:])
 
 
@@ -70,8 +70,9 @@ class ParamSpec:
 
     ``aliases`` are the further names of a tied parameter. ``group`` is the optimizer group it is
     stepped in (-1: none); parameters of different groups never share a segment, so each keeps its
-    own hyperparameters. ``spread``: the data-parallel ranks over which the parts of it lie (experts
-    of expert parallelism); 1: each rank has it.
+    own hyperparameters. One that is ``tied`` to a copy in another stage of a pipeline has a segment
+    of its own, so that all copies are cut alike. ``spread``: the data-parallel ranks over which the
+    shares of it lie (experts of expert parallelism); 1: each rank has it.
     """
 
     name: str
@@ -80,13 +81,14 @@ class ParamSpec:
     trainable: bool = True
     aliases: tuple[str, ...] = ()
     group: int = 0
+    tied: bool = False
     spread: int = 1
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def part(self) -> ParamSpec:
+    def of_rank(self) -> ParamSpec:
         """What one rank has of a stacked parameter, of which this is the whole."""
         if self.spread == 1:
             return self
@@ -241,17 +243,18 @@ def make_segment(specs: Sequence[ParamSpec], unit: str, shards: int) -> Segment:
         slots.append(Slot(spec, at))
         at = _round_up(at + spec.numel, ALIGN)
     first = specs[0]
-    # Ranks with the same part are one in ``spread``; a part of its own is cut no further.
+    # Ranks with the same share are one in ``spread``; what a rank has alone is cut no further.
     own = max(1, shards // first.spread)
     return Segment(unit, first.dtype, first.trainable, first.group, own, tuple(slots), first.spread)
 
 
 def make_unit(name: str, specs: Sequence[ParamSpec], shards: int) -> Unit:
     """Sort ``specs`` into segments, in order of first appearance."""
-    kinds: dict[tuple[str, bool, int, int], list[ParamSpec]] = {}
+    kinds: dict[tuple[str, bool, int, str, int], list[ParamSpec]] = {}
     for spec in specs:
-        group = spec.group if spec.trainable else -1
-        kinds.setdefault((spec.dtype, spec.trainable, group, spec.spread), []).append(spec)
+        group, alone = spec.group if spec.trainable else -1, spec.name if spec.tied else ""
+        kind = (spec.dtype, spec.trainable, group, alone, spec.spread)
+        kinds.setdefault(kind, []).append(spec)
     return Unit(name, tuple(make_segment(group, name, shards) for group in kinds.values()))
 
 
@@ -259,7 +262,7 @@ def make_layout(specs: Sequence[ParamSpec], *, cut: str, shards: int) -> Layout:
     """Cut ``specs`` (in the order of ``module.named_parameters()``) into a :class:`Layout`.
 
     ``cut`` is ``zero.unit``; ``shards`` the size of the group over which state is sharded. Of what
-    is spread, ``specs`` have one rank's part.
+    is spread, ``specs`` have one rank's share.
     """
     by_unit: dict[str, list[ParamSpec]] = {}
     for spec in specs:

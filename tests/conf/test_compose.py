@@ -112,10 +112,10 @@ def test_the_message_of_the_design() -> None:
         compose("zero.stgae=3", "pipeline=1f1b", "pipeline.stages=4", "trainer.devices=6")
     assert str(caught.value).splitlines() == [
         "2 problems in the configuration",
-        "  zero.stgae  no such key.                             "
+        "  zero.stgae       no such key.               "
         "Did you mean  zero.stage  (ZeRO stage 0-3, default 1)?",
-        "  pipeline    1f1b arrives with pipeline parallelism.  "
-        "Only pipeline=none exists in this version.",
+        "  pipeline.stages  4 does not divide 6 ranks.  "
+        "6 ranks = replicate 1 x shard 1.5 x pipe 4; use 1, 2, 3 or 6.",
     ]
     assert caught.value.exit_code == 2
 
@@ -187,7 +187,8 @@ def test_a_typo_in_hydras_own_settings() -> None:
         ("offload=nvme_param", "offload", "Did you mean  offload=nvme_params?"),
         ("offload=null", "offload", "null is not an option. Off is offload=none."),
         ("moe=top3", "moe", "top3 is not an option. Did you mean  moe=top"),
-        ("pipeline=1f1b", "pipeline", "arrives with pipeline parallelism."),
+        ("pipeline=1f1", "pipeline", "1f1 is not an option. Did you mean  pipeline=1f1b?"),
+        ("pipeline=null", "pipeline", "null is not an option. Off is pipeline=none."),
         (
             "recompute=selective",
             "recompute",

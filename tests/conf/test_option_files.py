@@ -10,6 +10,7 @@ import yaml
 
 from zeroexp.config import Config, compose
 from zeroexp.config.groups import Groups
+from zeroexp.config.sections.pipeline import SCHEDULES
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
@@ -47,6 +48,7 @@ NEEDS = {
     ("data", "text"): ["data.path=x"],
     ("data", "memmap"): ["data.path=x"],
     ("model", "external"): ["model.target=a.b:C"],
+    **{("pipeline", name): ["trainer.devices=2"] for name in SCHEDULES},
 }
 
 
@@ -72,6 +74,7 @@ def test_options_hold_the_names_users_rely_on() -> None:
         "precision": "auto fp32 bf16 fp16 bf16_pure",
         "offload": "none cpu nvme cpu_params nvme_params",
         "recompute": "none full",
+        "pipeline": "none gpipe 1f1b interleaved breadth_first zb_h1 zb_v dualpipe_v auto",
         "moe": "none top1 top2 topk sigmoid expert_choice",
         "optim": "adamw adam sgd lion adagrad rmsprop",
         "schedule": "constant linear warmup_cosine inverse_sqrt one_cycle",

@@ -114,6 +114,7 @@ SILENT = {
     "offload.nvme.dir",
 }
 
+PIPE = {"pipeline.schedule": "interleaved", "zero.stage": 3}
 # Another value for each key, with what it needs beside it.
 OTHER: dict[str, dict[str, Any]] = {
     "name": {"name": "x"},
@@ -163,6 +164,22 @@ OTHER: dict[str, dict[str, Any]] = {
             "hysteresis": 1,
             "floor": 2.0,
         }.items()
+    },
+    **{
+        f"pipeline.{name}": {f"pipeline.{name}": value, "trainer.devices": 4, **PIPE}
+        for name, value in {
+            "stages": 4,
+            "micro_batches": 4,
+            "virtual": 3,
+            "cut": "layers",
+            "whole_stages": 2,
+        }.items()
+    },
+    "pipeline.schedule": {"pipeline.schedule": "1f1b", "trainer.devices": 2},
+    "pipeline.memory_limit": {
+        "pipeline.memory_limit": "1MiB",
+        "pipeline.schedule": "auto",
+        "trainer.devices": 2,
     },
     "moe.kind": {"moe.kind": "top1"},
     "moe.expert_parallel": {
@@ -259,7 +276,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "debug.detect_anomaly": {"debug.detect_anomaly": True},
 }
 # These have one value only until their capability arrives.
-ONLY_ONE = {"pipeline.kind"}
+ONLY_ONE: set[str] = set()
 
 
 def test_every_key_has_another_value_here() -> None:

@@ -22,6 +22,9 @@ STEPPED = {
 }
 EXTERNAL = {"model.kind": "external", "model.target": "a.b:C"}
 
+F1B1 = {"pipeline.schedule": "1f1b", "trainer.devices": 2}
+INTERLEAVED = {**F1B1, "pipeline.schedule": "interleaved"}
+
 GPT = {"model.kind": "gpt", "model.target": None}
 MOE_KEYS: dict[str, Any] = {
     "experts": 4,
@@ -455,6 +458,95 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
             ("expert_choice", "priority", "probs"),
         )
     ),
+    (
+        {"pipeline.stages": 2, "trainer.devices": 2},
+        "pipeline.stages",
+        "2 without a schedule. Use pipeline=1f1b",
+        {"pipeline.schedule": "1f1b"},
+    ),
+    (
+        {**F1B1, "pipeline.stages": 4, "trainer.devices": 6},
+        "pipeline.stages",
+        "4 does not divide 6 ranks. 6 ranks = replicate 1 x shard 1.5 x pipe 4; use 1, 2, 3 or 6",
+        {"pipeline.stages": 3},
+    ),
+    (
+        {**F1B1, "trainer.devices": 1},
+        "pipeline.stages",
+        "1 rank = replicate 1 x shard 0.5 x pipe 2; use 1, or trainer.devices=2",
+        {"pipeline.stages": 1},
+    ),
+    (
+        {**F1B1, "trainer.devices": 12, "zero.stage": 3, "zero.shard_size": 4},
+        "zero.shard_size",
+        "4 does not divide 6 data ranks. 12 ranks = replicate 1.5 x shard 4 x pipe 2; use 1, 2, 3",
+        {"zero.shard_size": 3},
+    ),
+    (
+        {**F1B1, "pipeline.virtual": 2},
+        "pipeline.virtual",
+        "2 stages per rank do not fit 1f1b. Use pipeline.virtual=1",
+        {"pipeline.schedule": "interleaved"},
+    ),
+    (
+        {**INTERLEAVED, "pipeline.micro_batches": 3},
+        "pipeline.micro_batches",
+        "3 is not divisible by 2 ranks, as interleaved with 2 stages per rank needs. Use 2 or 4",
+        {"pipeline.micro_batches": 4},
+    ),
+    (
+        {**F1B1, "data.batch_size": 24, "pipeline.micro_batches": 5},
+        "pipeline.micro_batches",
+        "5 parts of 24 sequences are not equal. Use 4 or 6, or data.batch_size=20 or 25",
+        {"pipeline.micro_batches": 6},
+    ),
+    (
+        # 4 ranks, 2 of them data ranks: 2 sequences are one more for each
+        {**F1B1, "trainer.devices": 4, "data.micro_batch_size": 3, "pipeline.micro_batches": 2},
+        "pipeline.micro_batches",
+        "2 parts of 3 sequences are not equal. Use 1 or 3, or data.micro_batch_size=2 or 4",
+        {"data.micro_batch_size": 4},
+    ),
+    (
+        {**INTERLEAVED, "data.batch_size": 9},
+        "data.batch_size",
+        "9 sequences per data rank make no number of micro-batches that interleaved takes. "
+        "Use data.batch_size=8 or 10",
+        {"data.batch_size": 10},
+    ),
+    (
+        {**INTERLEAVED, "pipeline.whole_stages": 2},
+        "pipeline.whole_stages",
+        "does nothing at zero.stage=1",
+        {"zero.stage": 3},
+    ),
+    (
+        {**INTERLEAVED, "pipeline.whole_stages": 3, "zero.stage": 3},
+        "pipeline.whole_stages",
+        "3 of 2 stages per rank. Use at most pipeline.virtual, 2",
+        {"pipeline.virtual": 3},
+    ),
+    (
+        {**F1B1, "moe.kind": "top2"},
+        "moe.kind",
+        "top2 in a pipeline",
+        {"pipeline.schedule": "none"},
+    ),
+    *(
+        (
+            {f"pipeline.{name}": value},
+            f"pipeline.{name}",
+            "does nothing with pipeline.schedule=none",
+            mend,
+        )
+        for name, value, mend in (
+            ("micro_batches", 8, F1B1),
+            ("virtual", 2, INTERLEAVED),
+            ("cut", "layers", F1B1),
+            ("whole_stages", 2, {**INTERLEAVED, "zero.stage": 3}),
+            ("memory_limit", "1GiB", {**F1B1, "pipeline.schedule": "auto"}),
+        )
+    ),
     ({"data.path": "a"}, "data.path", "does nothing with data.kind=stdlib", {"data.kind": "text"}),
     (
         {"data.dtype": "int32", "data.kind": "text", "data.path": "a"},
@@ -498,6 +590,11 @@ def test_a_combination_that_cannot_run_is_refused_and_its_neighbour_is_not(
 DEFAULTS: list[dict[str, Any]] = [
     {"moe.kind": "top2", "moe.experts": 3, "moe.expert_parallel": 2},
     {"trainer.devices": 5},
+    {**F1B1, "pipeline.micro_batches": 5},
+    {**INTERLEAVED, "trainer.devices": 16},
+    # Embedding, four blocks, norm and head are 7 layers.
+    {**INTERLEAVED, "trainer.devices": 4, "pipeline.stages": 4},
+    {**F1B1, "pipeline.cut": [3, 3]},
     {"zero.stage": 3, "offload.kind": "nvme", "offload.step_in_backward": True},
 ]
 

@@ -40,6 +40,7 @@ FLOORS = {
     "zeroexp.moe": 2,
     "zeroexp.parallel": 2,
     "zeroexp.engine": 3,
+    "zeroexp.pipe_engine": 3,
     "zeroexp.loop": 3,
     "zeroexp.models": 3,
     "zeroexp.data": 3,

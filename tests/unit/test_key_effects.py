@@ -53,10 +53,12 @@ TINY = {
 
 
 def plan(config: Config) -> Any:
-    """Bytes of state, padding and traffic of every rank, and the number of parameters."""
+    """Bytes of state, padding and traffic of every rank, the number of parameters, and what every
+    rank of a pipe does."""
     made = forecast(config)
     assert made is not None
-    return made.num_params, made.predicted
+    lists = None if made.pipeline is None else made.pipeline.schedule.lists
+    return made.num_params, made.predicted, lists
 
 
 def loss(config: Config) -> Any:
@@ -229,6 +231,7 @@ ON_DISK = {
 }
 COSINE = {"schedule.kind": "warmup_cosine", "schedule.warmup_steps": 2}
 TOKENS = {"data.kind": "memmap", "data.path": "tokens.bin"}
+PIPE = {"trainer.devices": 2, "zero.stage": 3, "pipeline.schedule": "interleaved"}
 HUGE = {"model.dim": 65536, "model.layers": 100, "model.heads": 64}
 ZERO = "tests/ranks/test_zero_keys.py::"
 TRAIN = "tests/e2e/test_train.py::"
@@ -266,7 +269,15 @@ EFFECTS: dict[str, Changes | Asserted] = {
     "offload.nvme.block_size": Changes(swap_files, "64KiB", ON_DISK),
     "offload.nvme.threads": Changes(swap_files, 2, ON_DISK),
     "offload.nvme.checksum": Changes(swap_files, False, ON_DISK),
-    "pipeline.kind": Changes(message, "1f1b"),
+    "pipeline.schedule": Changes(plan, "1f1b", {"trainer.devices": 2}),
+    "pipeline.stages": Changes(plan, 4, {**FOUR, "pipeline.schedule": "1f1b"}),
+    "pipeline.micro_batches": Changes(plan, 2, PIPE),
+    "pipeline.virtual": Changes(plan, 1, {**PIPE, "pipeline.schedule": "breadth_first"}),
+    "pipeline.cut": Changes(plan, [1, 1, 2, 1], PIPE),
+    "pipeline.whole_stages": Changes(plan, 2, PIPE),
+    "pipeline.memory_limit": Changes(
+        plan, "400KiB", {**PIPE, "pipeline.schedule": "auto", "pipeline.micro_batches": 4}
+    ),
     "moe.kind": Changes(plan, "topk"),
     "moe.experts": Changes(plan, 4, TOPK),
     "moe.top_k": Changes(loss, 3, TOPK),

@@ -1,4 +1,4 @@
-"""What the ranks that have all parts of something hold together."""
+"""What the ranks that have all shares of something hold together."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from zeroexp.comm import Group
+from zeroexp.comm import Group, World
 
 
-def each_part(group: Group, mine: Tensor, *, tag: int, what: str) -> Iterator[Tensor]:
+def each_share(group: Group, mine: Tensor, *, tag: int, what: str) -> Iterator[Tensor]:
     """What every rank of ``group`` has in the place of ``mine``, one after the other
     (collective)."""
     for index in range(group.size):
@@ -19,6 +19,6 @@ def each_part(group: Group, mine: Tensor, *, tag: int, what: str) -> Iterator[Te
         yield value
 
 
-def needed(group: Group) -> bool:
-    """Whether what ``group`` holds together is what rank 0 collects."""
-    return 0 in group.ranks
+def needed(world: World, group: Group) -> bool:
+    """Whether what ``group`` holds together is what the first data-parallel rank collects."""
+    return world.control.ranks[0] in group.ranks

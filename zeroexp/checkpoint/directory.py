@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from zeroexp.comm.notes import exchange_notes
+from zeroexp.checkpoint.across import note_of_rank_0
 from zeroexp.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def save(engine: Engine, directory: Path) -> None:
             _write(directory, model, optimizers, engine.scalar_state())
         except OSError as error:
             problem = f"cannot write the checkpoint {directory.absolute()}: {error}"
-    problem = exchange_notes(engine.world.control, problem, "end of a checkpoint")[0]
+    problem = note_of_rank_0(engine.world, problem, "end of a checkpoint")
     if problem:
         raise CheckpointError(problem)
 
@@ -105,7 +105,7 @@ def load(engine: Engine, directory: Path) -> None:
             )
         except (OSError, ValueError, KeyError) as error:
             problem = f"the checkpoint {directory.absolute()} cannot be read: {error}"
-    note = exchange_notes(engine.world.control, [problem, scalars], "start of a load")[0]
+    note = note_of_rank_0(engine.world, [problem, scalars], "start of a load")
     if note[0]:
         kind = FileNotFoundError if note[0].startswith("no checkpoint") else CheckpointError
         raise kind(note[0])

@@ -1,4 +1,4 @@
-"""The names of a whole model, also where a rank has parts of it only, and what stands for them
+"""The names of a whole model, also where a rank has shares of it only, and what stands for them
 here."""
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from itertools import groupby
 
 from torch import Tensor, nn
 
-from zeroexp.layout import Part
+from zeroexp.layout import Share
 from zeroexp.zero.model import ShardedModel
 from zeroexp.zero.stepper import Stepper
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of the whole model. ``tensor`` is this rank's: of its part, if it has a part.
+    """A tensor of the whole model. ``tensor`` is this rank's: of its share, if it has a share.
 
-    Where each part has a name of its own ``index`` is the part that is meant; ``tensor`` then
-    stands in the same place of another part.
+    Where each share has a name of its own ``index`` is the share that is meant; ``tensor`` then
+    stands in the same place of another share.
     """
 
     name: str
     tensor: Tensor
-    part: Part | None = None
+    share: Share | None = None
     index: int = 0
 
     @property
@@ -35,38 +35,38 @@ class Entry:
     @property
     def shape(self) -> tuple[int, ...]:
         shape = tuple(self.tensor.shape)
-        return self.part.whole(shape) if self.part is not None else shape
+        return self.share.whole(shape) if self.share is not None else shape
 
-    def part_of(self, whole: Tensor, index: int) -> Tensor | None:
-        """What part ``index`` has of ``whole``; None: nothing."""
-        if self.part is None:
+    def share_of(self, whole: Tensor, index: int) -> Tensor | None:
+        """What share ``index`` has of ``whole``; None: nothing."""
+        if self.share is None:
             return whole
-        if self.part.ends:
+        if self.share.ends:
             return whole if index == self.index else None
-        return whole.tensor_split(self.part.count)[index]
+        return whole.tensor_split(self.share.count)[index]
 
 
-def expanded(named: Iterable[tuple[str, Tensor]], parts: Mapping[int, Part]) -> Iterator[Entry]:
+def expanded(named: Iterable[tuple[str, Tensor]], shares: Mapping[int, Share]) -> Iterator[Entry]:
     """The entries of the whole model for the tensors of this rank, in the order that they have
-    where one rank holds all: what parts name apart follows part by part."""
+    where one rank holds all: what shares name apart follows share by share."""
 
     def run(item: tuple[str, Tensor]) -> str | int:
-        part = parts.get(id(item[1]))
-        return part.prefix(item[0]) if part is not None and part.ends else id(item[1])
+        share = shares.get(id(item[1]))
+        return share.prefix(item[0]) if share is not None and share.ends else id(item[1])
 
     for _, items in groupby(named, run):
         together = list(items)
-        part = parts.get(id(together[0][1]))
-        for index in range(part.count if part is not None and part.ends else 1):
+        share = shares.get(id(together[0][1]))
+        for index in range(share.count if share is not None and share.ends else 1):
             for name, tensor in together:
-                mine = parts.get(id(tensor))
+                mine = shares.get(id(tensor))
                 called = mine.name(name, index) if mine is not None else name
                 yield Entry(called, tensor, mine, index)
 
 
 def entries(model: ShardedModel) -> list[Entry]:
     """In the order of ``module.state_dict()`` of the whole module, without asking for values."""
-    return list(expanded(_named(model.module), model.parts))
+    return list(expanded(_named(model.module), model.shares))
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -82,14 +82,14 @@ def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def optimizer_entries(model: ShardedModel, stepper: Stepper) -> list[list[Entry]]:
     """The parameters of each group of an optimizer over the whole model, in its order."""
-    names = {id(p): n for n, p in model.params.items()}
+    names = {id(p): n for n, p in (*model.params.items(), *model.elsewhere.items())}
     return [
-        list(expanded(((names.get(id(p), ""), p) for p in group["params"]), model.parts))
+        list(expanded(((names.get(id(p), ""), p) for p in group["params"]), model.shares))
         for group in stepper.optimizer.param_groups
     ]
 
 
 def key_of(model: ShardedModel, param: nn.Parameter, index: int) -> tuple[int, int]:
-    """The entry that has part ``index`` of ``param``."""
-    part = model.parts.get(id(param))
-    return id(param), index if part is not None and part.ends else 0
+    """The entry that has share ``index`` of ``param``."""
+    share = model.shares.get(id(param))
+    return id(param), index if share is not None and share.ends else 0

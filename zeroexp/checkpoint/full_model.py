@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from zeroexp.checkpoint.collect import each_part, needed
+from zeroexp.checkpoint.across import collect, hand_out, note_of_rank_0
+from zeroexp.checkpoint.collect import each_share, needed
 from zeroexp.checkpoint.entries import Entry, entries, key_of
-from zeroexp.comm.notes import exchange_notes
 from zeroexp.errors import CheckpointError
 from zeroexp.layout import Slot
 from zeroexp.zero.model import ShardedModel
@@ -26,31 +26,56 @@ def _widen(value: Tensor) -> Tensor:
 def model_state(model: ShardedModel) -> dict[str, Tensor]:
     """See :meth:`zeroexp.engine.Engine.state_dict`."""
     world = model.around.world
-    found: dict[int, list[Tensor]] = {}  # by id of the tensor here: of each part
+    found: dict[int, list[Tensor]] = {}  # by id of the tensor here: of each share
     for segment in model.segments:
-        mine, group = model.master_whole(segment), segment.sharing.parts
+        mine, group = model.master_whole(segment), segment.sharing.block
+        if not needed(world, group):
+            continue
         what = f"collection of unit {segment.spec.unit or 'root'}"
-        for whole in each_part(group, mine, tag=segment.tag, what=what) if needed(group) else ():
+        for whole in each_share(group, mine, tag=segment.tag, what=what):
             for slot, param in zip(segment.spec.slots, segment.params, strict=True):
-                if world.rank == 0:
+                if world.first:
                     value = whole[slot.offset : slot.stop].view(slot.spec.shape)
                     found.setdefault(id(param), []).append(_widen(value))
     everything = entries(model)
-    buffers = {id(e.tensor): e for e in everything if e.part and id(e.tensor) not in model.place}
-    for number, entry in enumerate(buffers.values()):
-        assert entry.part is not None
-        group, mine = world.sharing(entry.part.count).parts, entry.tensor.contiguous()
-        what = f"collection of buffer {entry.name}"
-        for value in each_part(group, mine, tag=number, what=what) if needed(group) else ():
-            found.setdefault(id(entry.tensor), []).append(_widen(value))
-    if world.rank != 0:
+    _collect_buffers(model, everything, found)
+    if not world.first:
         return {}
-    return {entry.name: _whole(entry, found) for entry in everything}
+    here = {
+        entry.name: _whole(entry, found)
+        for entry in everything
+        if model.speaks_for(entry.name, entry.tensor)
+    }
+    device = model.around.device
+    state = collect(world, here, device, "collection of the model's state", everywhere=False)
+    return {entry.name: state[entry.name] for entry in everything} if world.rank == 0 else {}
+
+
+def _collect_buffers(
+    model: ShardedModel, everything: Sequence[Entry], found: dict[int, list[Tensor]]
+) -> None:
+    """Add the shares of buffers to ``found``."""
+    world = model.around.world
+    shared = {
+        id(e.tensor): e
+        for e in everything
+        if e.share is not None
+        and not isinstance(e.tensor, nn.Parameter)
+        and model.holds(e.name, e.tensor)
+    }
+    for number, entry in enumerate(shared.values()):
+        assert entry.share is not None
+        group, mine = world.sharing(entry.share.count).block, entry.tensor.contiguous()
+        if not needed(world, group):
+            continue
+        what = f"collection of buffer {entry.name}"
+        for value in each_share(group, mine, tag=number, what=what):
+            found.setdefault(id(entry.tensor), []).append(_widen(value))
 
 
 def _whole(entry: Entry, found: Mapping[int, list[Tensor]]) -> Tensor:
     values = found.get(id(entry.tensor)) or [_widen(entry.tensor)]
-    return torch.cat(values) if entry.part and not entry.part.ends else values[entry.index]
+    return torch.cat(values) if entry.share and not entry.share.ends else values[entry.index]
 
 
 def load_model_state(model: ShardedModel, state: Mapping[str, Tensor], *, strict: bool) -> None:
@@ -62,26 +87,30 @@ def load_model_state(model: ShardedModel, state: Mapping[str, Tensor], *, strict
     if world.rank == 0:
         present = [e.name for e in everything if e.name in state]
         problem = _mismatch(everything, state, strict)
-    notes = exchange_notes(world.control, [problem, present], "check of a checkpoint")
-    if notes[0][0]:
-        raise CheckpointError(notes[0][0])
-    names = set(notes[0][1])
-    given = {e.key: e for e in reversed(everything) if e.name in names}
+    problem, present = note_of_rank_0(world, [problem, present], "check of a checkpoint")
+    if problem:
+        raise CheckpointError(problem)
+    names = set(present)
+    held = [e for e in everything if e.name in names and model.holds(e.name, e.tensor)]
+    if world.first:
+        wanted = [e.name for e in held]
+        state = hand_out(world, state, wanted, model.around.device, "load of the model's state")
+    given = {e.key: e for e in reversed(held)}
     for segment in model.segments:
         _load_segment(model, segment, given, state)
-    for entry in everything:
-        if entry.name in names and not isinstance(entry.tensor, nn.Parameter):
+    for entry in held:
+        if not isinstance(entry.tensor, nn.Parameter):
             _load_buffer(model, entry, state)
 
 
 def _load_buffer(model: ShardedModel, entry: Entry, state: Mapping[str, Tensor]) -> None:
     world, tensor = model.around.world, entry.tensor
-    if world.rank == 0:
+    if world.first:
         value = state[entry.name].to(tensor.device, tensor.dtype).contiguous()
     else:
         value = tensor.new_empty(entry.shape)
     world.control.broadcast(value, source=0, tag=0, what=f"load of buffer {entry.name}").wait()
-    mine = entry.part_of(value, entry.part.index if entry.part else 0)
+    mine = entry.share_of(value, entry.share.index if entry.share else 0)
     if mine is not None:
         tensor.copy_(mine)
 
@@ -115,7 +144,7 @@ def _load_segment(
     given: Mapping[tuple[int, int], Entry],
     state: Mapping[str, Tensor],
 ) -> None:
-    world, group = model.around.world, segment.sharing.parts
+    world, group = model.around.world, segment.sharing.block
     whole: Tensor | None = None
     for index in range(group.size):
         wanted = _wanted(model, segment, given, index)
@@ -124,8 +153,8 @@ def _load_segment(
         if whole is None:
             whole = model.master_whole(segment)
         flat = torch.zeros_like(whole)
-        for slot, entry in wanted if world.rank == 0 else ():
-            value = entry.part_of(state[entry.name], index)
+        for slot, entry in wanted if world.first else ():
+            value = entry.share_of(state[entry.name], index)
             assert value is not None
             flat[slot.offset : slot.stop].copy_(value.reshape(-1))
         world.control.broadcast(
@@ -147,7 +176,7 @@ def _wanted(
     given: Mapping[tuple[int, int], Entry],
     index: int,
 ) -> list[tuple[Slot, Entry]]:
-    """The places of part ``index`` of ``segment`` for which ``given`` has something."""
+    """The places of share ``index`` of ``segment`` for which ``given`` has something."""
     found = []
     for slot, param in zip(segment.spec.slots, segment.params, strict=True):
         entry = given.get(key_of(model, param, index))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroexp.checkpoint.across import collect, hand_out, note_of_rank_0
 from zeroexp.checkpoint.collect import needed
 from zeroexp.checkpoint.entries import Entry, key_of, optimizer_entries
 from zeroexp.comm.notes import exchange_notes
@@ -51,17 +52,17 @@ def optimizer_state(
     if everywhere:  # as its optimizer has them
         mine = [g["params"] for g in stepper.optimizer.param_groups]
         groups = [
-            [Entry("", p, None, key_of(model, p, _part(model, p))[1]) for p in g] for g in mine
+            [Entry("", p, None, key_of(model, p, _share(model, p))[1]) for p in g] for g in mine
         ]
     numbers = {e.key: i for i, e in enumerate(e for g in groups for e in g)}
     out: dict[int, dict[str, Any]] = {}
     for segment in stepper.segments:
         notes, wholes = _segment_state(model, stepper, segment)
-        group = segment.sharing.parts
+        group = segment.sharing.block
         if everywhere:
             _enter(model, segment, notes, wholes, group.index, numbers, out)
             continue
-        if not needed(group):
+        if not needed(world, group):
             continue
         for index, theirs in enumerate(exchange_notes(group, notes, _COLLECTION)):
             flats = {}
@@ -72,9 +73,11 @@ def optimizer_state(
                     flat.copy_(wholes[key])
                 group.broadcast(flat, source=index, tag=segment.tag, what=_COLLECTION).wait()
                 flats[key] = flat.cpu()
-            if world.rank == 0:
+            if world.first:
                 _enter(model, segment, theirs, flats, index, numbers, out)
-    if not everywhere and world.rank != 0:
+    if everywhere or world.first:
+        out = _over_the_pipe(model, out, everywhere=everywhere)
+    if not (everywhere or world.rank == 0):
         return {}
     packed = []
     for group_entries, options in zip(groups, stepper.optimizer.param_groups, strict=True):
@@ -86,9 +89,9 @@ def optimizer_state(
 _COLLECTION = "collection of optimizer state"
 
 
-def _part(model: ShardedModel, param: nn.Parameter) -> int:
-    part = model.parts.get(id(param))
-    return 0 if part is None else part.index
+def _share(model: ShardedModel, param: nn.Parameter) -> int:
+    share = model.shares.get(id(param))
+    return 0 if share is None else share.index
 
 
 def _keys(notes: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
@@ -124,7 +127,7 @@ def _enter(
     numbers: Mapping[tuple[int, int], int],
     out: dict[int, dict[str, Any]],
 ) -> None:
-    """Add the state of part ``index`` of ``segment`` to ``out``, by number; slices of one tensor
+    """Add the state of share ``index`` of ``segment`` to ``out``, by number; slices of one tensor
     are joined in the order in which they come."""
     for number, (at, param) in enumerate(zip(segment.spec.slots, segment.params, strict=True)):
         found = [n for n in notes if number in n["slots"]]  # of every rank that has a piece of it
@@ -136,6 +139,34 @@ def _enter(
             entry[key] = torch.cat((entry[key], value)) if key in entry else value
         for note in found:
             entry.update({k: _unscalar(v) for k, v in note["scalars"].items()})
+
+
+def _over_the_pipe(
+    model: ShardedModel, mine: Mapping[int, Mapping[str, Any]], *, everywhere: bool
+) -> dict[int, dict[str, Any]]:
+    """The states by parameter number of all parts of the model."""
+    world, what = model.around.world, "collection of the stages' optimizer state"
+    if world.pipe.size == 1:
+        return {number: dict(entry) for number, entry in mine.items()}
+    large = {
+        f"{number}.{key}": value
+        for number, entry in mine.items()
+        for key, value in entry.items()
+        if isinstance(value, Tensor) and value.dim()
+    }
+    small = {
+        str(number): {k: _scalar(v) for k, v in entry.items() if f"{number}.{k}" not in large}
+        for number, entry in mine.items()
+    }
+    found = collect(world, large, model.around.device, what, everywhere=everywhere)
+    out: dict[int, dict[str, Any]] = {}
+    for note in exchange_notes(world.pipe, small, what):
+        for number, entry in note.items():
+            out[int(number)] = {key: _unscalar(value) for key, value in entry.items()}
+    for name, value in found.items():
+        number, _, key = name.partition(".")
+        out[int(number)][key] = value
+    return out
 
 
 def _collect(model: ShardedModel, segment: SegmentState, flat: Tensor) -> Tensor:
@@ -156,26 +187,29 @@ def load_optimizer_state(model: ShardedModel, stepper: Stepper, saved: Mapping[s
     note: dict[str, Any] = {}
     if world.rank == 0:
         note = _summarise(stepper, saved, groups)
-    note = exchange_notes(world.control, note, "check of an optimizer checkpoint")[0]
+    note = note_of_rank_0(world, note, "check of an optimizer checkpoint")
     if "problem" in note:
         raise CheckpointError(note["problem"])
     for group, values in zip(stepper.optimizer.param_groups, note["groups"], strict=True):
         for key, value in values.items():
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
     stepper.face.state.clear()
+    given = _handed_out(model, stepper, saved, note["params"], numbers)
     for segment in stepper.segments:
         stepper.reset_history(segment)
-        of_parts = [
+        of_shares = [
             [note["params"].get(str(numbers[key_of(model, p, i)])) for p in segment.params]
-            for i in range(segment.sharing.parts.size)
+            for i in range(segment.sharing.block.size)
         ]
-        infos = of_parts[segment.sharing.parts.index]
+        infos = of_shares[segment.sharing.block.index]
         history = stepper.histories[segment.tag]
         history.split(
             [repr(info and sorted(info["scalars"].items())) for info in infos], stepper.face.state
         )
-        keys = sorted({k for part in of_parts for info in part if info for k in info["elements"]})
-        flats = {k: _scatter(model, segment, k, saved, of_parts, groups) for k in keys}
+        keys = sorted(
+            {k for share in of_shares for info in share if info for k in info["elements"]}
+        )
+        flats = {k: _scatter(model, segment, k, given, of_shares, groups) for k in keys}
         for run in history.runs:
             info = infos[run.slots[0]] if run.slots else next((i for i in infos if i), None)
             if info is None:
@@ -247,26 +281,54 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
+def _handed_out(
+    model: ShardedModel,
+    stepper: Stepper,
+    saved: Mapping[str, Any],
+    infos: Mapping[str, Any],
+    numbers: Mapping[tuple[int, int], int],
+) -> dict[str, Tensor]:
+    """Rank 0's whole tensors as ``<number>.<key>``, on the first rank of each part of the model
+    that steps them."""
+    world = model.around.world
+    if not world.first:
+        return {}
+    order = [i for g in saved["param_groups"] for i in g["params"]] if world.rank == 0 else []
+    everything = {
+        f"{number}.{key}": saved["state"][order[int(number)]][key]
+        for number, info in (infos.items() if world.rank == 0 else ())
+        for key in info["elements"]
+    }
+    mine = dict.fromkeys(
+        str(numbers[key_of(model, param, index)])
+        for segment in stepper.segments
+        for index in range(segment.sharing.block.size)
+        for param in segment.params
+    )
+    wanted = [f"{n}.{key}" for n in mine if n in infos for key in infos[n]["elements"]]
+    return hand_out(world, everything, wanted, model.around.device, "load of optimizer state")
+
+
 def _scatter(
     model: ShardedModel,
     segment: SegmentState,
     key: str,
-    saved: Mapping[str, Any],
-    of_parts: Sequence[Sequence[Any]],
+    given: Mapping[str, Tensor],
+    of_shares: Sequence[Sequence[Any]],
     groups: Sequence[Sequence[Entry]],
 ) -> Tensor:
-    """This rank's part ``[master.numel()]`` of one kind of state, from rank 0's whole tensors;
-    ``of_parts`` are the facts of each parameter, by part of the segment."""
+    """This rank's part ``[master.numel()]`` of one kind of state, from the whole tensors that the
+    first rank was handed; ``of_shares`` are the facts of each parameter, by share."""
     dtype = torch.float64 if segment.master_dtype == torch.float64 else torch.float32
     mine: Tensor | None = None
-    for index, infos in enumerate(of_parts):
+    for index, infos in enumerate(of_shares):
         flat = torch.zeros(segment.spec.size, dtype=dtype, device=model.around.device)
-        if model.around.world.rank == 0:
-            _fill(model, segment, key, saved, infos, groups, index, flat)
+        if model.around.world.first:
+            _fill(model, segment, key, given, infos, groups, index, flat)
         model.around.world.control.broadcast(
             flat, source=0, tag=segment.tag, what="load of optimizer state"
         ).wait()
-        if index == segment.sharing.parts.index:
+        if index == segment.sharing.block.index:
             mine = flat
     assert mine is not None
     return mine if segment.num_stepped == segment.spec.size else mine[segment.lo : segment.hi]
@@ -276,17 +338,16 @@ def _fill(
     model: ShardedModel,
     segment: SegmentState,
     key: str,
-    saved: Mapping[str, Any],
+    given: Mapping[str, Tensor],
     infos: Sequence[Any],
     groups: Sequence[Sequence[Entry]],
     index: int,
     flat: Tensor,
 ) -> None:
-    order = [i for g in saved["param_groups"] for i in g["params"]]
     by_key = {e.key: (i, e) for i, e in enumerate(e for g in groups for e in g)}
     for at, param, info in zip(segment.spec.slots, segment.params, infos, strict=True):
         if info and key in info["elements"]:
             number, entry = by_key[key_of(model, param, index)]
-            value = entry.part_of(saved["state"][order[number]][key], index)
+            value = entry.share_of(given[f"{number}.{key}"], index)
             assert value is not None
             flat[at.offset : at.stop].copy_(value.reshape(-1))

@@ -40,8 +40,8 @@ class P2PGroup(Group):
     """
 
     SPACES = 64
-    """A world takes one for all ranks, and five for each number of ranks that experts are spread
-    over."""
+    """A world takes two, and five for each number of ranks that experts are spread over; the last
+    are those of pipes."""
 
     def __init__(
         self,

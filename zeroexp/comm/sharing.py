@@ -1,8 +1,8 @@
-"""Which ranks hold which part of a kind of parameters, and the groups they do it in.
+"""Which ranks hold which share of a kind of parameters, and the groups they do it in.
 
 Most parameters are the same on every data-parallel rank. Those of experts are spread: ``spread``
-neighbours hold a part each (other experts), and ranks at the same place of such a block hold the
-same part. ZeRO then shards a part over the ranks that hold it.
+neighbours hold a share each (other experts), and ranks at the same place of such a block hold the
+same share. ZeRO then shards a share over the ranks that hold it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import NamedTuple
 from zeroexp.comm.group import Group
 from zeroexp.errors import RankMismatch
 
-Partition = tuple[tuple[int, ...], ...]
+Partition = Sequence[tuple[int, ...]]
 """Every rank in one group."""
 
 
 class SharedRanks(NamedTuple):
     """Partitions of the data-parallel ranks.
 
-    ``parts``: each group holds all parts once. ``members``: each holds one part. ``shards``: those
-    a part is sharded over. ``replicas``: those that hold the same shard.
+    ``blocks``: each group holds all shares once. ``members``: each holds one share. ``shards``:
+    those a share is sharded over. ``replicas``: those that hold the same shard.
     """
 
-    parts: Partition
+    blocks: Partition
     members: Partition
     shards: Partition
     replicas: Partition
@@ -35,7 +35,7 @@ def shared_ranks(data: Sequence[int], shard_size: int, spread: int = 1) -> Share
     """Cut the data-parallel ranks ``data``, ``shard_size`` of which hold one sharded copy of the
     model, for parameters that are spread over blocks of ``spread`` ranks.
 
-    A copy of such parameters lies inside the ``shard_size`` ranks too, or each rank holds its part
+    A copy of such parameters lies inside the ``shard_size`` ranks too, or each rank holds its share
     unsharded where there are fewer. Raises :class:`RankMismatch` when the numbers do not divide.
     """
     ranks = len(data)
@@ -52,7 +52,7 @@ def shared_ranks(data: Sequence[int], shard_size: int, spread: int = 1) -> Share
     shards = max(1, shard_size // spread)
     members = [tuple(data[i::spread]) for i in range(spread)]
     return SharedRanks(
-        parts=tuple(tuple(data[i : i + spread]) for i in range(0, ranks, spread)),
+        blocks=tuple(tuple(data[i : i + spread]) for i in range(0, ranks, spread)),
         members=tuple(members),
         shards=tuple(m[i : i + shards] for m in members for i in range(0, len(m), shards)),
         replicas=tuple(m[i::shards] for m in members for i in range(shards)),
@@ -70,17 +70,17 @@ class Sharing:
 
     ``gather`` and ``reduce`` hold the same ranks (those over which values are sharded) apart from
     each other: the order of gathers and the order of reductions may then differ between ranks that
-    skip different modules. ``replicas`` hold the same shard, ``members`` the same values, ``parts``
-    each a part of the whole. ``counted`` are ranks whose shards together are every element once.
+    skip different modules. ``replicas`` hold the same shard, ``members`` the same values, ``block``
+    each a share of the whole. ``counted`` are ranks whose shards together are every element once.
     """
 
     gather: Group
     reduce: Group
     replicas: Group
     members: Group
-    parts: Group
+    block: Group
     counted: tuple[int, ...]
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        return self.gather, self.reduce, self.replicas, self.members, self.parts
+        return self.gather, self.reduce, self.replicas, self.members, self.block

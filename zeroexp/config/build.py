@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from zeroexp.config.rules import broken
-from zeroexp.config.tree import KEYS, Config
+from zeroexp.config.tree import KEYS, Config, option_key
 from zeroexp.config.unknown import later_value, unknown_key
 from zeroexp.config.value import BadValue, coerce, show
 from zeroexp.errors import ConfigError, Problem
@@ -86,12 +86,13 @@ def free_key(path: str) -> str | None:
 def _section(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         yield from _leaves(value, f"{path}.")
-    elif isinstance(value, str) and f"{path}.kind" in KEYS:
-        yield f"{path}.kind", value
+    elif isinstance(value, str) and option_key(path) in KEYS:
+        yield option_key(path), value
     else:
         first = next(key for key in KEYS.values() if key.section == path)
         example = f"{path}.{first.name}={show(first.default, first)}"
-        off = f" Off is {path}.kind=none." if value is None and f"{path}.kind" in KEYS else ""
+        option = option_key(path)
+        off = f" Off is {option}=none." if value is None and option in KEYS else ""
         yield (
             path,
             Problem(

@@ -15,7 +15,7 @@ from zeroexp.config.command_line import CommandLine, parse
 from zeroexp.config.external_ranks import external_ranks
 from zeroexp.config.groups import GroupError, Groups, Selected
 from zeroexp.config.rules import COMMAND, START, broken
-from zeroexp.config.tree import KEYS, Config
+from zeroexp.config.tree import KEYS, Config, option_key
 from zeroexp.errors import ConfigError, Problem
 
 DEFAULT = "default"
@@ -196,10 +196,10 @@ def _ignored(values: Mapping[str, Any], line: CommandLine) -> list[Problem]:
     problems = []
     for path in given:
         kinds = KEYS[path].meta.kinds
-        section = f"{KEYS[path].section}.kind"
-        kind = values.get(section)
+        option = option_key(KEYS[path].section)
+        kind = values.get(option)
         default = path in values and values[path] == KEYS[path].default
         if kinds and default and kind is not None and kind not in kinds:
             fix = f"It belongs to {', '.join(kinds)}; leave it out."
-            problems.append(Problem(path, f"does nothing with {section}={kind}.", fix))
+            problems.append(Problem(path, f"does nothing with {option}={kind}.", fix))
     return problems

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from zeroexp.config.rules import RULES
 from zeroexp.config.setting import Key
-from zeroexp.config.tree import KEYS, SECTIONS, Config
+from zeroexp.config.tree import KEYS, SECTIONS, Config, option_key
 from zeroexp.config.unknown import unknown_key
 from zeroexp.config.value import plain, show, wanted
 from zeroexp.errors import ConfigError
@@ -59,7 +59,7 @@ def _key(key: Key, composed: Composed | None) -> str:
             rows.append(("here", f"{show(plain(here), key)}  (on this machine)"))
     rows.append(("changes", key.meta.changes))
     if key.meta.kinds:
-        rows.append(("with", f"{key.section}.kind {' or '.join(key.meta.kinds)}"))
+        rows.append(("with", f"{option_key(key.section)} {' or '.join(key.meta.kinds)}"))
     rows.append(("digest", "part of it" if key.meta.digest else "no part of it"))
     rows += [("rule", why) for why in _reasons(key.path)]
     head = f"{key.path}: {key.meta.doc}"

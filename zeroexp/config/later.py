@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-PIPELINE = "pipeline parallelism"
 PARALLEL = "tensor and sequence parallelism"
 SHARDED = "the sharded checkpoint format"
 HUGGING_FACE = "the Hugging Face models"
 
 # Section (or group) to the capability that all its values but `none` wait for.
 SECTIONS: dict[str, str] = {
-    "pipeline": PIPELINE,
     "tensor": PARALLEL,
     "tensor_parallel": PARALLEL,
     "sequence": PARALLEL,

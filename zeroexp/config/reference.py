@@ -14,7 +14,7 @@ from zeroexp.config.later import OPTIONS
 from zeroexp.config.later import SECTIONS as LATER
 from zeroexp.config.rules import RULES, START
 from zeroexp.config.setting import Key
-from zeroexp.config.tree import KEYS, SECTIONS
+from zeroexp.config.tree import KEYS, SECTIONS, option_key
 from zeroexp.config.value import plain, show, wanted
 
 _HEAD = """\
@@ -94,7 +94,9 @@ def _table(title: str, lead: str, keys: Iterable[Key]) -> str:
         mark = "" if key.meta.digest else " °"
         unit = f" In {key.meta.unit}." if key.meta.unit not in ("", "bytes") else ""
         with_kinds = (
-            f" With {key.section}.kind {', '.join(key.meta.kinds)}." if key.meta.kinds else ""
+            f" With {option_key(key.section)} {', '.join(key.meta.kinds)}."
+            if key.meta.kinds
+            else ""
         )
         meaning = f"{_sentence(key.meta.doc)}{unit} Wanted: {wanted(key)}.{with_kinds}"
         default = show(plain(key.default), key)

@@ -24,7 +24,8 @@ class Meta:
     ``doc`` begins with a short phrase up to the first full stop: hints quote it. ``changes`` says
     what in a run is different when the value is. ``digest`` tells whether the key takes part in the
     config digest (it does when results or reported figures may depend on it). ``kinds`` names the
-    values of the section's ``kind`` to which the key applies; empty means all.
+    values of the section's ``kind`` (of a pipeline: ``schedule``) to which the key
+    applies; empty means all.
     """
 
     doc: str

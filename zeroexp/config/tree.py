@@ -109,9 +109,14 @@ class Config:
         return node
 
     @property
-    def data_ranks(self) -> int:
-        """Ranks over which the data is spread: devices x num_nodes."""
+    def ranks(self) -> int:
+        """Processes of the run: devices x num_nodes."""
         return self.trainer.devices * self.trainer.num_nodes
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks over which the data is spread: ranks = data ranks x pipeline.stages."""
+        return max(1, self.ranks // self.pipeline.size)
 
     @property
     def shard_size(self) -> int:
@@ -119,7 +124,13 @@ class Config:
         size = self.zero.shard_size
         if size is None:
             return self.data_ranks
-        return self.trainer.devices if isinstance(size, str) else size
+        return self.node_data_ranks if isinstance(size, str) else size
+
+    @property
+    def node_data_ranks(self) -> int:
+        """Data ranks of one stage that are on one node: those of a stage are neighbours (world =
+        pipe x data), so that what crosses nodes is what goes between stages."""
+        return min(self.trainer.devices, self.data_ranks)
 
     @property
     def batch_size(self) -> int:
@@ -133,19 +144,25 @@ class Config:
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences per rank in one forward pass."""
+        """Sequences per data rank in one forward pass; a pipeline cuts them again."""
         if self.data.micro_batch_size is not None:
             return self.data.micro_batch_size
         return self.batch_size // (self.data_ranks * self.trainer.accumulate_grad_batches)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Parts in which those sequences go through the pipe; 1 without a pipeline."""
+        return self.pipeline.num_micro_batches(self.micro_batch_size)
 
     def resolved(self) -> Config:
         """This configuration with every ``auto`` and every derived value written out for this
         machine.
 
         Resolving twice changes nothing. Left as they are: ``zero.shard_size: none`` (all data
-        ranks, which an engine counts in its process group), ``zero.reshard_after_forward: auto`` (a
-        policy, not a choice to be made here), ``launch.threads_per_rank: none`` and everything that
-        means "off".
+        ranks, which an engine counts in its process group), ``pipeline.micro_batches: none`` (it
+        divides the batch, which an engine sees when it comes), ``zero.reshard_after_forward: auto``
+        (a policy, not a choice to be made here), ``launch.threads_per_rank: none`` and everything
+        that means "off".
         """
         accelerator = self.trainer.accelerator
         if accelerator == "auto":
@@ -156,6 +173,7 @@ class Config:
             precision=_resolved_precision(self.precision, accelerator),
             zero=self._resolved_zero(),
             offload=self._resolved_offload(),
+            pipeline=self._resolved_pipeline(),
             schedule=self._resolved_schedule(),
             model=self._resolved_model(),
             data=self._resolved_data(),
@@ -183,7 +201,7 @@ class Config:
 
     def _resolved_zero(self) -> ZeroConfig:
         zero = self.zero
-        shard_size = self.trainer.devices if isinstance(zero.shard_size, str) else zero.shard_size
+        shard_size = self.node_data_ranks if isinstance(zero.shard_size, str) else zero.shard_size
         reduce = zero.reduce
         if reduce == "auto":
             reduce = "each" if zero.stage >= 2 else "last"
@@ -194,6 +212,12 @@ class Config:
         folder = offload.nvme.dir or str(Path(self.paths.runs) / "swap")
         nvme = replace(offload.nvme, dir=_absolute(folder))
         return replace(offload, optim=offload.optim_tier, params=offload.params_tier, nvme=nvme)
+
+    def _resolved_pipeline(self) -> PipelineConfig:
+        pipeline = self.pipeline
+        if pipeline.schedule == "none":
+            return pipeline
+        return replace(pipeline, stages=pipeline.size, virtual=pipeline.num_virtual)
 
     def _resolved_schedule(self) -> ScheduleConfig:
         schedule = self.schedule
@@ -268,6 +292,11 @@ def _as_dict(node: Any) -> Any:
     if isinstance(node, dict):
         return {k: _as_dict(v) for k, v in node.items()}
     return node
+
+
+def option_key(section: str) -> str:
+    """The key that says what the options of a group differ in; sections without such have none."""
+    return "pipeline.schedule" if section == "pipeline" else f"{section}.kind"
 
 
 KEYS: dict[str, Key] = keys_of(Config)

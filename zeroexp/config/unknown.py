@@ -7,7 +7,7 @@ from typing import Any
 from zeroexp.config.later import arrives_with
 from zeroexp.config.nearest import nearest
 from zeroexp.config.setting import Key
-from zeroexp.config.tree import KEYS, SECTIONS
+from zeroexp.config.tree import KEYS, SECTIONS, option_key
 from zeroexp.config.value import plain, show
 from zeroexp.errors import Problem
 
@@ -38,6 +38,17 @@ FOREIGN = {
     "loss_scale_window": "precision.loss_scale.interval",
     "min_loss_scale": "precision.loss_scale.floor",
     "cpu_offload": "offload.kind",
+    "pipeline.kind": "pipeline.schedule",
+    "pipeline_parallel_size": "pipeline.stages",
+    "pipeline_model_parallel_size": "pipeline.stages",
+    "pipeline_parallel_degree": "pipeline.stages",
+    "pp_size": "pipeline.stages",
+    "num_stages": "pipeline.stages",
+    "num_micro_batches": "pipeline.micro_batches",
+    "n_microbatches": "pipeline.micro_batches",
+    "num_model_chunks": "pipeline.virtual",
+    "virtual_pipeline_model_parallel_size": "pipeline.virtual",
+    "partition_method": "pipeline.cut",
     "offload.device": "offload.kind",
     "offload_optimizer": "offload.optim",
     "offload_optimizer.device": "offload.optim",
@@ -156,8 +167,8 @@ def candidates(path: str) -> list[str]:
             return found[:1]
     elif not rest:
         near = nearest(section, SECTIONS)
-        if near and f"{near[0]}.kind" in KEYS:
-            return [f"{near[0]}.kind"]
+        if near and option_key(near[0]) in KEYS:
+            return [option_key(near[0])]
     inside = [key for key in _below(head) if key != head] if head else []
     close = nearest(path, inside) if nearest(name, [k.rpartition(".")[2] for k in inside]) else []
     elsewhere = [key for key in KEYS if key.rpartition(".")[2] == name]

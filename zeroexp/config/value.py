@@ -42,7 +42,7 @@ def coerce(key: Key, value: Any) -> Any:
     origins = [typing.get_origin(t) for t in types]
     if dict in origins:
         return _mapping(key, value)
-    if tuple in origins:
+    if tuple in origins and not (str in types and isinstance(value, str)):
         return _tuple(key, value)
     result = _scalar(key, types, value)
     if key.meta.zero_is_off and result == 0:
@@ -123,7 +123,7 @@ def _tuple(key: Key, value: Any) -> tuple[Any, ...]:
         raise _wrong(key, value)
     if members[-1] is Ellipsis:
         items = [_scalar(key, (members[0],), item) for item in value]
-        if len(set(items)) < len(items):
+        if members[0] is str and len(set(items)) < len(items):
             raise BadValue(f"{show(list(value))} names one twice.", "Name each once.")
         return tuple(items)
     if len(value) != len(members):
@@ -202,7 +202,11 @@ def wanted(key: Key) -> str:
         text = "a mapping"
     elif tuple in origins:
         members = next(typing.get_args(t) for t in types if typing.get_origin(t) is tuple)
-        if members[-1] is Ellipsis:
+        if members[0] is int and members[-1] is Ellipsis:
+            text = f"a list of integers{bounds(meta)}"
+            if str in types:
+                text = f"{', '.join(meta.choices)} or {text}"
+        elif members[-1] is Ellipsis:
             text = f"a list of {', '.join(meta.choices)}" if meta.choices else "a list of strings"
         else:
             text = f"a list of {len(members)} numbers{bounds(meta)}"

@@ -8,9 +8,17 @@ from typing import TYPE_CHECKING
 
 from zeroexp.config.sections import ModelConfig, MoeConfig
 from zeroexp.layout import ParamSpec
+from zeroexp.plan.layer_shape import LayerShape
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+TOKEN_ID_BYTES = 8
+"""Bytes of a token id on its way through the model (int64)."""
+
+LOSS_BYTES = 4
+"""Bytes that the loss keeps of a logit: its log-probability in fp32."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,7 @@ class Family:
     ``matmul_weights(model, moe)``: elements of all weights that one token is multiplied with.
     ``idle_params(model, moe)``: elements of the experts that a token leaves out.
     ``attention_width(model)``: layers x heads x head dimension (0 without attention).
+    ``layer_shapes(model, recompute)``: the layers that a pipeline can cut between, in order.
     ``build(model, moe, recompute)``: the module, its weights drawn from torch's current generator.
     """
 
@@ -30,4 +39,5 @@ class Family:
     matmul_weights: Callable[[ModelConfig, MoeConfig], int]
     idle_params: Callable[[ModelConfig, MoeConfig], int]
     attention_width: Callable[[ModelConfig], int]
+    layer_shapes: Callable[[ModelConfig, bool], list[LayerShape]]
     build: Callable[[ModelConfig, MoeConfig, bool], nn.Module]

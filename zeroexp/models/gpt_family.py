@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zeroexp.config.sections import ModelConfig, MoeConfig
 from zeroexp.errors import ConfigError, Problem
 from zeroexp.layout import ParamSpec
-from zeroexp.models.family import Family
+from zeroexp.models.family import LOSS_BYTES, TOKEN_ID_BYTES, Family
+from zeroexp.plan.layer_shape import LayerShape
 
 if TYPE_CHECKING:
     from torch import nn
@@ -144,10 +146,57 @@ def attention_width(model: ModelConfig) -> int:
     return model.layers * model.heads * head_dim(model)
 
 
+def layer_shapes(model: ModelConfig, recompute: bool) -> list[LayerShape]:
+    """Kept elements are those of the module on the CPU, with attention that keeps no scores; what
+    the rotary tables add does not grow with the batch and is left out."""
+    dim, vocab = model.dim, model.vocab_size
+    kv_dim = model.num_kv_heads * head_dim(model)
+    # Input and normalised input with its scale, or input, mean and scale.
+    norm = 2 * dim + 1 if model.norm == "rmsnorm" else dim + 2
+    # Its output; queries, keys and values; result and log-sum of each head. Rotated queries leave
+    # the heads in another order, which costs a copy of the result.
+    attention = norm + dim + dim + 2 * kv_dim + dim + model.heads
+    if model.positions == "rotary":
+        attention += dim
+    mlp = norm + dim + (4 if model.activation == "swiglu" else 2) * model.hidden_size
+    dropped = dim if model.dropout else 0
+    block = LayerShape(
+        "",
+        (),
+        dim,
+        weights=2 * dim**2 + 2 * dim * kv_dim + _expert_weights(model),
+        attention=model.heads * head_dim(model),
+        kept=dim if recompute else attention + mlp + 2 * dropped,
+        recomputed=recompute,
+    )
+    return [
+        LayerShape(
+            "embedding",
+            ("embedding.", "positions."),
+            dim,
+            kept=dropped,
+            kept_bytes=TOKEN_ID_BYTES,
+        ),
+        *(
+            replace(block, name=f"blocks.{i}", prefixes=(f"blocks.{i}.",))
+            for i in range(model.layers)
+        ),
+        LayerShape("norm", ("norm.",), dim, kept=norm),
+        LayerShape(
+            "head",
+            ("head.",),
+            vocab,
+            weights=vocab * dim,
+            kept=dim,
+            kept_bytes=LOSS_BYTES * vocab + TOKEN_ID_BYTES,
+        ),
+    ]
+
+
 def _build(model: ModelConfig, moe: MoeConfig, recompute: bool) -> nn.Module:
     from zeroexp.models.gpt import GPT
 
     return GPT(model, moe, recompute=recompute)
 
 
-GPT_FAMILY = Family(param_specs, matmul_weights, idle_params, attention_width, _build)
+GPT_FAMILY = Family(param_specs, matmul_weights, idle_params, attention_width, layer_shapes, _build)

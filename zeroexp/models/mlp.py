@@ -28,6 +28,23 @@ class Block(nn.Module):
         return x_BLC
 
 
+class _BlockLayer(nn.Module):
+    """A block of a pipeline, recomputed in backward if the model asks for that."""
+
+    def __init__(self, block: nn.Module, *, recompute: bool) -> None:
+        super().__init__()
+        self.block = block
+        self._recompute = recompute
+
+    def forward(self, x_BLC: Tensor) -> Tensor:
+        y_BLC: Tensor
+        if self._recompute and x_BLC.requires_grad:
+            y_BLC = checkpoint(self.block, x_BLC, use_reentrant=False, preserve_rng_state=False)
+        else:
+            y_BLC = self.block(x_BLC)
+        return y_BLC
+
+
 class MLP(nn.Module):
     """Predicts each token from the one before it alone: all weights and no attention.
 
@@ -41,6 +58,15 @@ class MLP(nn.Module):
         self.embedding = Embedding(model.vocab_size, model.dim)
         self.blocks = nn.ModuleList(Block(model) for _ in range(model.layers))
         self.head = Linear(model.dim, model.vocab_size, bias=False)
+
+    def pipeline_layers(self) -> list[tuple[str, nn.Module]]:
+        """Embedding, blocks and head, for a pipeline to cut between."""
+        blocks = [_BlockLayer(block, recompute=self.recompute) for block in self.blocks]
+        return [
+            ("embedding", self.embedding),
+            *((f"blocks.{i}", layer) for i, layer in enumerate(blocks)),
+            ("head", self.head),
+        ]
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits (B, L, V) of ``tokens`` (B, L, int64), or with ``targets`` (B, L, int64) the mean

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zeroexp.config.sections import ModelConfig, MoeConfig
 from zeroexp.layout import ParamSpec
-from zeroexp.models.family import Family
+from zeroexp.models.family import LOSS_BYTES, TOKEN_ID_BYTES, Family
+from zeroexp.plan.layer_shape import LayerShape
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,10 +43,38 @@ def attention_width(model: ModelConfig) -> int:
     return 0
 
 
+def layer_shapes(model: ModelConfig, recompute: bool) -> list[LayerShape]:
+    dim, hidden, vocab = model.dim, model.hidden_size, model.vocab_size
+    # Kept: the input, and the hidden layer before and after its activation.
+    block = LayerShape(
+        "",
+        (),
+        dim,
+        weights=2 * dim * hidden,
+        kept=dim if recompute else dim + 2 * hidden,
+        recomputed=recompute,
+    )
+    return [
+        LayerShape("embedding", ("embedding.",), dim, kept_bytes=TOKEN_ID_BYTES),
+        *(
+            replace(block, name=f"blocks.{i}", prefixes=(f"blocks.{i}.",))
+            for i in range(model.layers)
+        ),
+        LayerShape(
+            "head",
+            ("head.",),
+            vocab,
+            weights=vocab * dim,
+            kept=dim,
+            kept_bytes=LOSS_BYTES * vocab + TOKEN_ID_BYTES,
+        ),
+    ]
+
+
 def _build(model: ModelConfig, moe: MoeConfig, recompute: bool) -> nn.Module:
     from zeroexp.models.mlp import MLP
 
     return MLP(model, recompute=recompute)
 
 
-MLP_FAMILY = Family(param_specs, matmul_weights, idle_params, attention_width, _build)
+MLP_FAMILY = Family(param_specs, matmul_weights, idle_params, attention_width, layer_shapes, _build)

@@ -7,6 +7,7 @@ from zeroexp.errors import ModelError
 from zeroexp.layout import ParamSpec
 from zeroexp.models.family import Family
 from zeroexp.models.registry import FAMILIES
+from zeroexp.plan.layer_shape import LayerShape
 
 FLOPS_FORMULA = (
     "6*N + 12*layers*heads*head_dim*seq_len FLOPs per token, forward and backward (3x forward); "
@@ -54,6 +55,12 @@ def num_params(model: ModelConfig, moe: MoeConfig = _DENSE) -> int:
 def num_active_params(model: ModelConfig, moe: MoeConfig = _DENSE) -> int:
     """The same without the experts that a token leaves out."""
     return num_params(model, moe) - _family(model).idle_params(model, moe)
+
+
+def layer_shapes(model: ModelConfig, *, recompute: bool = False) -> list[LayerShape]:
+    """The layers that a pipeline can cut between, as the module's ``pipeline_layers()`` gives them.
+    ``recompute``: blocks keep their input alone for backward."""
+    return _family(model).layer_shapes(model, recompute)
 
 
 def flops_per_token(model: ModelConfig, seq_len: int, moe: MoeConfig = _DENSE) -> int:

@@ -23,7 +23,7 @@ class ExpertCompanion:
         name_layers(self._model)
         for layer in moe_layers(self._model).values():
             if layer.expert_parallel > 1:
-                layer.connect(world.sharing(layer.expert_parallel).parts)
+                layer.connect(world.sharing(layer.expert_parallel).block)
 
     def warnings(self, stepped: Container[int]) -> list[str]:
         names = experts_left_out(self._model, stepped)

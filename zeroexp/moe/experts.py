@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zeroexp.config.nearest import nearest
 from zeroexp.errors import ConfigError, ModelError, Problem
-from zeroexp.layout import Part
+from zeroexp.layout import Share
 from zeroexp.moe.draws import draw_key
 from zeroexp.moe.segments import Activation, activated_linear, grouped_linear
 from zeroexp.zero.sharded_init import built_whole
@@ -114,18 +114,18 @@ class Experts(nn.Module, ABC):
         self.num_experts = num_experts
 
     @property
-    def num_parts(self) -> int:
+    def num_ranks(self) -> int:
         """Ranks that have all experts together."""
         return self.num_experts // len(self.ids)
 
     @property
-    def part(self) -> int:
+    def place_of_rank(self) -> int:
         """The place of this rank among them."""
         return self.ids.start // len(self.ids)
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         # A checkpoint has all experts: this rank takes its own.
-        if self.num_parts > 1:
+        if self.num_ranks > 1:
             self._take_own(state, prefix)
         super()._load_from_state_dict(state, prefix, *rest)
 
@@ -135,9 +135,9 @@ class Experts(nn.Module, ABC):
             if isinstance(value, Tensor) and value.dim() and len(value) == self.num_experts:
                 state[prefix + name] = value[self.ids.start : self.ids.stop]
 
-    def zeroexp_part(self, name: str) -> Part | None:
-        """See :class:`zeroexp.zero.parts.Spread`; here all experts lie in one tensor."""
-        return Part(self.num_parts, self.part)
+    def zeroexp_share(self, name: str) -> Share | None:
+        """See :class:`zeroexp.zero.shares.Spread`; here all experts lie in one tensor."""
+        return Share(self.num_ranks, self.place_of_rank)
 
     @abstractmethod
     def forward(self, rows_AC: Tensor, counts_E: Tensor, where: str) -> Tensor:
@@ -229,7 +229,7 @@ class ModuleExperts(Experts):
         super().__init__(ids, num_experts)
         made: dict[int, nn.Module] = {}
         for i in ids:
-            with seeded(key, i), built_whole() if self.num_parts > 1 else nullcontext():
+            with seeded(key, i), built_whole() if self.num_ranks > 1 else nullcontext():
                 one = copy.deepcopy(expert) if isinstance(expert, nn.Module) else expert()
             made[i] = _module(one, made.values())
             self.add_module(str(i), one)  # named by its global id, as in a checkpoint
@@ -255,12 +255,12 @@ class ModuleExperts(Experts):
         for name in [n for n in state if n.startswith(theirs)]:
             del state[name]
 
-    def zeroexp_part(self, name: str) -> Part | None:
+    def zeroexp_share(self, name: str) -> Share | None:
         expert, dot, rest = name.partition(".")
         place = self.ids.index(int(expert))
         firsts = range(0, self.num_experts, len(self.ids))
         ends = tuple(f"{first + place}{dot}{rest}" for first in firsts)
-        return Part(self.num_parts, self.part, ends)
+        return Share(self.num_ranks, self.place_of_rank, ends)
 
     def expert_parameters(self) -> Iterator[ExpertParameter]:
         for i, expert in self.named_children():

@@ -198,9 +198,9 @@ class MoE(nn.Module):
     def connect(self, group: Group) -> None:
         """Exchange tokens over ``group`` from now on. Raises :class:`ModelError` where the experts
         were made for other ranks."""
-        if group.size != self.expert_parallel or group.index != self.experts.part:
+        if group.size != self.expert_parallel or group.index != self.experts.place_of_rank:
             raise ModelError(
-                f"{self.where} has part {self.experts.part} of {self.expert_parallel} of "
+                f"{self.where} has share {self.experts.place_of_rank} of {self.expert_parallel} of "
                 f"its experts, and this rank is number {group.index} of {group.size} that share "
                 "them: build the model on the rank that trains it."
             )

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zeroexp.config import Config
-from zeroexp.layout import Layout, ParamSpec, Segment, make_layout
+from zeroexp.layout import Layout, ParamSpec, Segment, Unit, make_layout
 from zeroexp.placement import STAGES, Placement, StatePlacement, Tier
 from zeroexp.plan.experts import all_to_all_bytes
 from zeroexp.plan.formats import NAMES, formats, gathers, is_floating, reductions
+from zeroexp.plan.layer_shape import LayerShape
+from zeroexp.plan.pipeline import PipelinePlan, plan_pipeline
 from zeroexp.plan.tiers import file_traffic, homes, leaving_segments, optimizer_shares, transfers
 
 
@@ -23,7 +25,8 @@ class Prediction:
     """Bytes per rank. Keys are rank numbers, kinds, tiers and ops, as in ``result.json``.
 
     ``transfer_bytes_per_step`` is what goes from the device to the other tiers (``down``) and comes
-    from them (``up``), ``offloaded`` the part of the optimizer state that leaves the device.
+    from them (``up``), ``offloaded`` the part of the optimizer state that leaves the device,
+    ``pipeline`` what is known of the pipeline where there is one.
     """
 
     state_bytes: dict[int, dict[str, dict[str, int]]]
@@ -32,6 +35,7 @@ class Prediction:
     transfer_bytes_per_step: dict[int, dict[str, int]]
     io_bytes_per_step: dict[int, dict[str, int]]
     offloaded: float = 0.0
+    pipeline: PipelinePlan | None = None
 
     def to_dict(self) -> dict[str, object]:
         """The same with string keys, as JSON has them."""
@@ -51,40 +55,77 @@ class Prediction:
         return sum(n for kind in self.state_bytes[rank].values() for n in kind.values())
 
 
-def predict(config: Config, specs: Sequence[ParamSpec]) -> Prediction:
-    """Predict ``config`` for a whole model of ``specs`` (built-in models give them, see
-    :mod:`zeroexp.models.specs`)."""
+@dataclass(frozen=True)
+class _Part:
+    """What one rank of a pipe holds; without a pipeline, the model. ``uses``: how often a step
+    makes each unit whole on the device, where it is not; ``sent``: bytes to other stages."""
+
+    layout: Layout
+    uses: list[int]
+    sent: int = 0
+
+
+def predict(
+    config: Config, specs: Sequence[ParamSpec], shapes: Sequence[LayerShape] | None = None
+) -> Prediction:
+    """Predict ``config`` for a whole model of ``specs`` and, with a pipeline, of layers of
+    ``shapes`` (built-in models give both, see :mod:`zeroexp.models.specs`).
+
+    Raises :class:`zeroexp.errors.ConfigError` for a pipeline that this model cannot be cut for.
+    """
     config = config.resolved()
-    ranks = config.trainer.devices * config.trainer.num_nodes
-    shards = _shard_size(config, ranks)
+    data_ranks, shards = config.data_ranks, config.shard_size
     compute = NAMES[config.precision.compute]
     stored = [
-        replace(s.part(), dtype=_stored(s.dtype, compute), group=_group(config, s)) for s in specs
+        replace(s.of_rank(), dtype=_stored(s.dtype, compute), group=_group(config, s))
+        for s in specs
     ]
-    layout = make_layout(stored, cut=config.zero.unit, shards=shards)
-    comm = _traffic(config, layout, STAGES[config.zero.stage], ranks)
-    moved, files = transfers(config, layout), file_traffic(config, layout)
-    state = {}
-    padding = {}
-    for rank in range(ranks):
-        state[rank], padding[rank] = _state(config, layout, rank)
-    everyone = range(ranks)
-    away = sum(leaving_segments(config, layout).values())
+    pipeline = None
+    if config.pipeline.is_on:
+        if shapes is None:
+            raise ValueError("a pipeline is planned from the shapes of the layers")
+        pipeline = plan_pipeline(config, stored, shapes)
+    parts = _parts(config, stored, shards, pipeline)
+    comm, moved, files = [], [], []
+    for part in parts:
+        comm.append(_traffic(config, part, STAGES[config.zero.stage], data_ranks))
+        moved.append(transfers(config, part.layout, part.uses))
+        files.append(file_traffic(config, part.layout, part.uses))
+    state, padding = {}, {}
+    place = {rank: rank // data_ranks for rank in range(config.ranks)}
+    for rank, at in place.items():
+        state[rank], padding[rank] = _state(config, parts[at].layout, rank % data_ranks)
+    away = sum(sum(leaving_segments(config, part.layout).values()) for part in parts)
+    whole = sum(sum(optimizer_shares(config, part.layout).values()) for part in parts)
     return Prediction(
         state,
         padding,
-        {r: dict(comm) for r in everyone},
-        {r: dict(moved) for r in everyone},
-        {r: dict(files) for r in everyone},
-        away / max(1, sum(optimizer_shares(config, layout).values())),
+        {rank: dict(comm[at]) for rank, at in place.items()},
+        {rank: dict(moved[at]) for rank, at in place.items()},
+        {rank: dict(files[at]) for rank, at in place.items()},
+        away / max(1, whole),
+        pipeline,
     )
 
 
-def _shard_size(config: Config, ranks: int) -> int:
-    size = config.zero.shard_size
-    if size == "node":
-        return config.trainer.devices
-    return size if isinstance(size, int) else ranks
+def _parts(
+    config: Config, specs: Sequence[ParamSpec], shards: int, pipeline: PipelinePlan | None
+) -> list[_Part]:
+    """The part of each rank of a pipe."""
+    cut, micro = config.zero.unit, config.trainer.accumulate_grad_batches
+    if pipeline is None:
+        layout = make_layout(specs, cut=cut, shards=shards)
+        return [_Part(layout, [micro * gathers(config, unit.name) for unit in layout.units])]
+    parts = []
+    for place in range(config.pipeline.size):
+        units: list[Unit] = []
+        uses: list[int] = []
+        for stage, held in pipeline.held(place):
+            new = make_layout(held, cut=cut, shards=shards).units
+            units += new
+            uses += [pipeline.num_unshards(stage)] * len(new)
+        parts.append(_Part(Layout(tuple(units), shards), uses, pipeline.sent_bytes(place)))
+    return parts
 
 
 def _stored(dtype: str, compute: str) -> str:
@@ -122,19 +163,17 @@ def _state(config: Config, layout: Layout, rank: int) -> tuple[dict[str, dict[st
     return out, padding
 
 
-def _traffic(
-    config: Config, layout: Layout, placement: StatePlacement, ranks: int
-) -> dict[str, int]:
-    micro = config.trainer.accumulate_grad_batches
-    total = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+def _traffic(config: Config, part: _Part, placement: StatePlacement, ranks: int) -> dict[str, int]:
+    layout = part.layout
+    total = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0, "send": part.sent}
     total["all_to_all"] = all_to_all_bytes(config)
-    for unit in layout.units:
+    for unit, uses in zip(layout.units, part.uses, strict=True):
         for segment in unit.segments:
             sizes = formats(config, segment, placement)
             share = (segment.shards - 1) * segment.shard_size
             replicas = ranks // (segment.spread * segment.shards)
             if placement.params.sharded and is_floating(segment):
-                total["all_gather"] += share * sizes.param * micro * gathers(config, unit.name)
+                total["all_gather"] += share * sizes.param * uses
             if not segment.trainable:
                 continue
             total["reduce_scatter"] += share * sizes.wire * reductions(config)

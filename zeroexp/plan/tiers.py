@@ -7,10 +7,12 @@ of each element.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from zeroexp.config import Config, steps_in_backward
 from zeroexp.layout import Layout, Segment
 from zeroexp.placement import StatePlacement, Tier, leaving, place
-from zeroexp.plan.formats import formats, gathers, is_floating, reductions
+from zeroexp.plan.formats import formats, is_floating, reductions
 
 
 def homes(config: Config, layout: Layout) -> list[StatePlacement]:
@@ -47,12 +49,12 @@ def optimizer_shares(config: Config, layout: Layout) -> dict[int, int]:
     }
 
 
-def transfers(config: Config, layout: Layout) -> dict[str, int]:
+def transfers(config: Config, layout: Layout, uses: Sequence[int]) -> dict[str, int]:
     """Bytes of one rank and step between the device and other tiers: gradients, and parameters
-    that the device has stepped for another tier, ``down``; parameters ``up``."""
-    micro = config.trainer.accumulate_grad_batches
+    that the device has stepped for another tier, ``down``; parameters ``up``. ``uses``: how often
+    the step makes each unit whole."""
     down = up = 0
-    for unit, segment, home in _placed(config, layout):
+    for times_used, segment, home in _placed(config, layout, uses):
         sizes = formats(config, segment, home)
         optim = _elements(segment, home.optim.sharded)
         leaves = segment.trainable and home.optim.tier is not Tier.DEVICE
@@ -62,7 +64,7 @@ def transfers(config: Config, layout: Layout) -> dict[str, int]:
         if is_floating(segment) and home.params.tier is not Tier.DEVICE:
             # Fetched before each use and dropped after it.
             params = _elements(segment, home.params.sharded)
-            up += params * sizes.param * micro * gathers(config, unit)
+            up += params * sizes.param * times_used
             if segment.trainable and not leaves:
                 down += optim * sizes.param
         elif leaves:
@@ -70,11 +72,11 @@ def transfers(config: Config, layout: Layout) -> dict[str, int]:
     return {way: nbytes for way, nbytes in (("down", down), ("up", up)) if nbytes}
 
 
-def file_traffic(config: Config, layout: Layout) -> dict[str, int]:
-    """Bytes of one rank and step from and to swap files."""
-    micro, rounds = config.trainer.accumulate_grad_batches, reductions(config)
+def file_traffic(config: Config, layout: Layout, uses: Sequence[int]) -> dict[str, int]:
+    """Bytes of one rank and step from and to swap files; ``uses`` as in :func:`transfers`."""
+    rounds = reductions(config)
     read = written = 0
-    for unit, segment, home in _placed(config, layout):
+    for times_used, segment, home in _placed(config, layout, uses):
         sizes = formats(config, segment, home)
         optim = _elements(segment, home.optim.sharded)
         if segment.trainable and home.optim.tier is Tier.NVME:
@@ -82,7 +84,7 @@ def file_traffic(config: Config, layout: Layout) -> dict[str, int]:
             written += optim * sizes.optim
         if is_floating(segment) and home.params.tier is Tier.NVME:
             params = _elements(segment, home.params.sharded) * sizes.param
-            read += params * micro * gathers(config, unit)
+            read += params * times_used
             written += params * segment.trainable
         if segment.trainable and home.grads.tier is Tier.NVME:
             # Read to be added to or stepped, written to wait; a unit that is stepped in backward
@@ -94,10 +96,16 @@ def file_traffic(config: Config, layout: Layout) -> dict[str, int]:
     return {"read": read, "written": written}
 
 
-def _placed(config: Config, layout: Layout) -> list[tuple[str, Segment, StatePlacement]]:
-    """Unit, segment and placement of everything in ``layout``."""
-    pairs = ((unit.name, segment) for unit in layout.units for segment in unit.segments)
-    return [(unit, s, home) for (unit, s), home in zip(pairs, homes(config, layout), strict=True)]
+def _placed(
+    config: Config, layout: Layout, uses: Sequence[int]
+) -> list[tuple[int, Segment, StatePlacement]]:
+    """Uses of the unit, segment and placement of everything in ``layout``."""
+    pairs = (
+        (times, segment)
+        for unit, times in zip(layout.units, uses, strict=True)
+        for segment in unit.segments
+    )
+    return [(n, s, home) for (n, s), home in zip(pairs, homes(config, layout), strict=True)]
 
 
 def _elements(segment: Segment, sharded: bool) -> int:

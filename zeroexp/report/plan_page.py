@@ -6,6 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zeroexp.config import Config
+from zeroexp.plan.pipeline import PipelinePlan
+from zeroexp.report.pipeline_page import (
+    COSTS,
+    gather_lines,
+    pipeline_head,
+    rank_rows,
+    stage_rows,
+)
 from zeroexp.run.forecast import Forecast
 from zeroexp.run.record import human_bytes
 
@@ -20,12 +28,12 @@ _MOST_RANKS = 8
 
 
 def plan_page(config: Config, forecast: Forecast | None) -> str:
-    """State per rank, kind and tier; padding; traffic per step by collective, between tiers and
-    with swap files; the verdict on memory and disk.
+    """Stages of a pipeline; state per rank, kind and tier; padding; traffic per step by collective,
+    between tiers and with swap files; the verdict on memory and disk.
 
     ``forecast`` None is a model that only its ranks can describe.
     """
-    ranks = config.data_ranks
+    ranks = config.ranks
     lines = [
         f"ZeRO stage {config.zero.stage} on {ranks} {config.trainer.accelerator} rank"
         f"{'s' if ranks > 1 else ''}, {_precision(config)}, optimizer {config.optim.kind}"
@@ -38,6 +46,8 @@ def plan_page(config: Config, forecast: Forecast | None) -> str:
         return "\n".join(lines)
     lines.append(f"model {config.model.kind}: {forecast.size}")
     predicted = forecast.predicted
+    if forecast.pipeline is not None:
+        lines += _pipeline(config, forecast.pipeline)
     shown = sorted(predicted["state_bytes"], key=int)
     lines += ["", "state bytes that stay on each rank between steps (padding included):"]
     lines += _table(_state_rows(predicted, shown[:_MOST_RANKS]))
@@ -53,6 +63,19 @@ def plan_page(config: Config, forecast: Forecast | None) -> str:
             lines += _table(_traffic_rows(by_rank, list(by_rank)))
     lines += ["", forecast.verdict]
     return "\n".join(lines)
+
+
+def _pipeline(config: Config, plan: PipelinePlan) -> list[str]:
+    lines = [pipeline_head(config, plan)]
+    lines += ["", "stages, and what each sends to the next in one optimizer step (and gets back):"]
+    lines += _table(stage_rows(plan))
+    idle = plan.simulation.bubble_fraction
+    lines += ["", f"{idle:.1%} of the time idle ({COSTS}); kept for backward at most:"]
+    lines += _table(rank_rows(plan))
+    lines += gather_lines(config, plan)
+    if plan.choice is not None:
+        lines += ["", *str(plan.choice).splitlines()]
+    return lines
 
 
 def _precision(config: Config) -> str:

@@ -180,7 +180,7 @@ def _finish(
     if start.describing is not None:
         start.describing.join()
     final = status.Status(verdict.status, verdict.reason, verdict.failed_rank)
-    ranks = start.config.data_ranks
+    ranks = start.config.ranks
     reserve.give_up(start.directory)
     try:
         try:

@@ -125,7 +125,7 @@ def _finish(start: driver.Start, began: float, quiet: bool) -> None:
         start.describing.join()
     reserve.give_up(start.directory)
     final = status.Status(status.OK)
-    ranks = start.config.data_ranks
+    ranks = start.config.ranks
     written = result.write(start.directory, config_digest=start.digest, status=final, ranks=ranks)
     final.write(start.directory)
     if not quiet:

@@ -10,8 +10,15 @@ from typing import Any
 
 from zeroexp.config import Config
 from zeroexp.folder import free_bytes
-from zeroexp.models.specs import is_built_in, num_active_params, num_params, param_specs
+from zeroexp.models.specs import (
+    is_built_in,
+    layer_shapes,
+    num_active_params,
+    num_params,
+    param_specs,
+)
 from zeroexp.plan import predict
+from zeroexp.plan.pipeline import PipelinePlan
 from zeroexp.run.procfs import total_memory_bytes
 from zeroexp.run.record import human_bytes
 
@@ -27,7 +34,7 @@ class Forecast:
     and the interpreter come on top), ``memory_bytes`` what this machine has for them; None where
     that is unknown. ``disk_bytes`` is the most that these ranks have in swap files below ``swap``
     at once, ``disk_free_bytes`` what is free there. ``offloaded`` is the part of the optimizer
-    state that leaves the device.
+    state that leaves the device, ``pipeline`` what is planned of a pipeline.
     """
 
     predicted: dict[str, Any]
@@ -39,6 +46,7 @@ class Forecast:
     swap: str | None = None
     offloaded: float = 0.0
     num_active_params: int | None = None
+    pipeline: PipelinePlan | None = None
 
     @property
     def size(self) -> str:
@@ -111,7 +119,8 @@ def forecast(config: Config) -> Forecast | None:
     """The plan of ``config`` (resolved), or None for a model that only its ranks can describe."""
     if not is_built_in(config.model):
         return None
-    prediction = predict(config, param_specs(config.model, config.moe))
+    shapes = layer_shapes(config.model, recompute=config.recompute.kind == "full")
+    prediction = predict(config, param_specs(config.model, config.moe), shapes)
     on_cpu = config.trainer.accelerator == "cpu"
     on_this_node = range(config.trainer.devices)
     states = [prediction.state_bytes[rank] for rank in on_this_node]
@@ -134,4 +143,5 @@ def forecast(config: Config) -> Forecast | None:
         disk_free_bytes=None if swap is None else free_bytes(Path(swap)),
         swap=swap,
         offloaded=prediction.offloaded,
+        pipeline=prediction.pipeline,
     )

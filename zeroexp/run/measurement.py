@@ -118,7 +118,7 @@ class Measurement(Callback):
             # Lightning has divided it by the number of micro-batches; a last, shorter step has
             # fewer.
             self._losses.append(loss.detach() * self._config.trainer.accumulate_grad_batches)
-        self._tokens += _tokens_in(batch) * trainer.world_size
+        self._tokens += _tokens_in(batch) * self._config.data_ranks
         if trainer.global_step == self._step:
             return  # an accumulating micro-batch
         self._step = trainer.global_step

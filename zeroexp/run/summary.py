@@ -51,21 +51,30 @@ def largest_rank(by_rank: Mapping[str, Any]) -> str:
     return max(by_rank, key=lambda rank: sum(sum(kind.values()) for kind in by_rank[rank].values()))
 
 
+def _pipeline(config: Config) -> str:
+    pipeline, count = config.pipeline, config.num_micro_batches
+    return (
+        f"pipeline {pipeline.schedule} over {pipeline.size} ranks, in {count} part"
+        f"{'s' if count > 1 else ''} of {config.micro_batch_size // count}"
+    )
+
+
 def opening_lines(
     config: Config, plan: Forecast | None, directory: RunDirectory, threads: int
 ) -> list[str]:
     """What is about to run: version, placement, precision, model, directory and the prediction."""
-    ranks = config.data_ranks
+    ranks = config.ranks
     where = "CPU" if config.trainer.accelerator == "cpu" else "GPU"
     plural = "s" if ranks > 1 else ""
     thread_words = f"{threads} thread{'s' if threads > 1 else ''} each"
     model = config.model.target if config.model.kind == "external" else config.model.kind
     size = f" of {plan.size}" if plan is not None else ""
     accumulate = config.trainer.accumulate_grad_batches
+    copies = config.data_ranks
     batch = (
         f"batch of {config.batch_size} sequences x {config.data.seq_len} tokens per step = "
-        f"{ranks} rank{plural} x {accumulate} micro-batch{'es' if accumulate > 1 else ''} "
-        f"x {config.micro_batch_size}"
+        f"{copies} {'data ' * config.pipeline.is_on}rank{'s' if copies > 1 else ''} x "
+        f"{accumulate} micro-batch{'es' if accumulate > 1 else ''} x {config.micro_batch_size}"
     )
     lines = [
         f"zeroexp {__version__}: ZeRO stage {config.zero.stage} on {ranks} {where} rank{plural} "
@@ -73,6 +82,8 @@ def opening_lines(
         f"model {model}{size}; {batch}",
         f"run directory: {shown(directory.path)}",
     ]
+    if config.pipeline.is_on:
+        lines.insert(2, _pipeline(config))
     if plan is not None:
         rank = largest_rank(plan.predicted["state_bytes"])
         lines.append(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -46,7 +46,7 @@ def local_sum_squares(segments: Sequence[SegmentState]) -> dict[int, float]:
     """Sums of squares of the owned gradients of this rank, by the spread of the parameters."""
     sums = dict.fromkeys(sorted({s.spec.spread for s in segments}), 0.0)
     for segment in segments:
-        if segment.grads.has_owned:
+        if segment.counted and segment.grads.has_owned:
             sums[segment.spec.spread] += segment.grads.sum_squares()
     return sums
 
@@ -72,9 +72,10 @@ def agree(
     late_any = rows[:, head.nbytes : head.nbytes + len(late)].amax(dim=0)
     touched_any = rows[:, head.nbytes + len(late) :].amax(dim=0).bool().tolist()
     total = 0.0
+    ranks = world.control.ranks
     for column, spread in enumerate(squares, start=2):
         for rank in world.sharing(spread).counted:  # replicas hold the same shards: count one set
-            total += float(heads[rank, column])
+            total += float(heads[ranks.index(rank), column])
     per_segment, at = [], 0
     for segment in segments:
         per_segment.append(tuple(touched_any[at : at + len(segment.grads.touched)]))
@@ -84,7 +85,21 @@ def agree(
         late=tuple(late_any.nonzero().flatten().tolist()),
         touched=tuple(per_segment),
         same_order=bool((heads[:, 0] == heads[0, 0]).all()),
-        bad_loss_ranks=tuple((heads[:, 1] == 0).nonzero().flatten().tolist()),
+        bad_loss_ranks=tuple(ranks[i] for i in (heads[:, 1] == 0).nonzero().flatten().tolist()),
+    )
+
+
+def over_the_pipe(world: World, agreement: Agreement) -> Agreement:
+    """``agreement`` with the norm and the losses of all parts of the model (collective over the
+    pipe)."""
+    if world.pipe.size == 1:
+        return agreement
+    flags = [float(rank in agreement.bad_loss_ranks) for rank in world.control.ranks]
+    row = torch.tensor([agreement.sum_squares, *flags], dtype=torch.float64)
+    rows = world.pipe.exchange(row, "agreement on the gradients of all stages")
+    bad = rows[:, 1:].flatten().nonzero().flatten()  # rank r of a part p is p * size + r
+    return replace(
+        agreement, sum_squares=sum(rows[:, 0].tolist()), bad_loss_ranks=tuple(bad.tolist())
     )
 
 
@@ -106,20 +121,24 @@ def first_nonfinite(model: ShardedModel, segments: Sequence[SegmentState]) -> tu
                         name = _named(model, segment, slot, piece.param_start + first)
                         break
         base += len(segment.spec.slots)
-    control = model.around.world.control
-    notes = exchange_notes(control, [mine, name], "search for the non-finite gradient")
-    found = [(at, rank, called) for rank, (at, called) in enumerate(notes) if at >= 0]
-    if not found:
-        return "unknown", -1
-    _, rank, name = min(found)
-    return name, rank
+    world, what = model.around.world, "search for the non-finite gradient"
+    notes = exchange_notes(world.control, [mine, name], what)
+    found = [
+        (at, rank, called)
+        for rank, (at, called) in zip(world.control.ranks, notes, strict=True)
+        if at >= 0
+    ]
+    _, rank, name = min(found, default=(-1, -1, "unknown"))
+    stages = exchange_notes(world.pipe, [name, rank], what)
+    name, rank = next((each for each in stages if each[1] >= 0), stages[0])
+    return str(name), int(rank)
 
 
 def _named(model: ShardedModel, segment: SegmentState, slot: int, element: int) -> str:
     """The parameter in ``slot``, with the slice of the whole one that ``element`` is in."""
     spec = segment.spec.slots[slot].spec
-    part = model.parts.get(id(segment.params[slot]))
-    if part is None or part.ends:
+    share = model.shares.get(id(segment.params[slot]))
+    if share is None or share.ends:
         return spec.name
     here = spec.shape[0]
-    return f"{spec.name}[{part.index * here + element // (spec.numel // here)}]"
+    return f"{spec.name}[{share.index * here + element // (spec.numel // here)}]"

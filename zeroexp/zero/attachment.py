@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from zeroexp.zero.access import Guards, ModuleHook
+from zeroexp.zero.access import Guards, ModuleHook, Owner
+from zeroexp.zero.elsewhere import Elsewhere
 from zeroexp.zero.hooks import Hooks
 from zeroexp.zero.model import ShardedModel
 from zeroexp.zero.owner import EngineOwner
@@ -40,9 +41,12 @@ class Attachment:
         self.follow(model.trainable_segments)
         for param in model.params.values():
             register(param, self._owner_of(param))
+        others = self._owners_elsewhere()
+        for param in model.elsewhere.values():
+            register(param, others[id(param)])
         for module in model.module.modules():
-            table = {
-                name: self._owner_of(p)
+            table: dict[str, Owner] = {
+                name: others.get(id(p)) or self._owner_of(p)
                 for name, p in dict.items(module._parameters)
                 if p is not None
             }
@@ -55,6 +59,13 @@ class Attachment:
                     unit.module.register_state_dict_pre_hook(ModuleHook(owner.open)),
                     unit.module._register_state_dict_hook(ModuleHook(owner.shut)),
                 )
+
+    def _owners_elsewhere(self) -> dict[int, Elsewhere]:
+        model, world = self._model, self._model.around.world
+        if model.part is None:
+            return {}
+        first = {n: world.pipe.ranks[held_by[0]] for n, held_by in model.part.holders.items()}
+        return {id(p): Elsewhere(n, first[n], world) for n, p in model.elsewhere.items()}
 
     def _owner_of(self, param: nn.Parameter) -> EngineOwner:
         return self._owners[id(self._model.place[id(param)][0])]
@@ -80,7 +91,7 @@ class Attachment:
 
     def _removed(self) -> None:
         self._hooks.detach()
-        for param in self._model.params.values():
+        for param in (*self._model.params.values(), *self._model.elsewhere.values()):
             forget(param)
         if self._handed_over:
             self._model.around.world.close()

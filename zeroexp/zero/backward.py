@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -27,7 +27,6 @@ class Backward:
         residency: Residency,
         reducer: Reducer,
         window: Window,
-        root: UnitState | None,
         *,
         ranks: int,
         begins: Callable[[], None],
@@ -35,20 +34,19 @@ class Backward:
         self._residency = residency
         self._reducer = reducer
         self._window = window
-        self._root = root
         self._ranks = ranks
         self._begins = begins
         self._running = False
         self._bare = False
 
     @contextmanager
-    def scope(self, last: bool | None) -> Iterator[None]:
-        """Around one call of autograd; what it leaves behind is reduced when it ends."""
-        self._begin(last)
+    def scope(self, last: bool | None, units: Sequence[UnitState] | None = None) -> Iterator[None]:
+        """Around one call of autograd; what it leaves behind is reduced when it ends. ``units``:
+        the only ones that it reaches, on every rank (None: it may reach all)."""
+        self._begin(last, units)
         if self._residency.gathers and torch.is_grad_enabled():
             self._residency.begin_pass(Direction.BACKWARD)
-            if self._root is not None:
-                self._residency.need(self._root)
+            self._residency.need_root()
         try:
             yield
         except BaseException:
@@ -79,7 +77,7 @@ class Backward:
         if not self._running and self._residency.direction is Direction.BACKWARD:
             self._residency.end_pass(failed=True)
 
-    def _begin(self, last: bool | None) -> None:
+    def _begin(self, last: bool | None, units: Sequence[UnitState] | None = None) -> None:
         reduces = self._window.begin(last)
         self._running = True
         self._begins()
@@ -87,6 +85,7 @@ class Backward:
             reduce=reduces,
             divisor=float(self._window.parts * self._ranks),
             divide_on_arrival=self._window.divides_on_arrival,
+            units=units,
         )
 
     def _end(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from zeroexp.comm import World
 from zeroexp.errors import NonFiniteError
 from zeroexp.precision import LossScale, Policy
-from zeroexp.zero.agreement import Agreement, agree, first_nonfinite
+from zeroexp.zero.agreement import Agreement, agree, first_nonfinite, over_the_pipe
 from zeroexp.zero.delayed import DelayedSteps
 from zeroexp.zero.early import EarlyStep
 from zeroexp.zero.model import ShardedModel
@@ -25,6 +25,7 @@ from zeroexp.zero.reducer import Reducer
 from zeroexp.zero.residency import Residency
 from zeroexp.zero.segment import SegmentState
 from zeroexp.zero.stepper import Stepper
+from zeroexp.zero.ties import Ties
 from zeroexp.zero.window import Window
 
 _LOG = logging.getLogger("zeroexp")
@@ -33,7 +34,7 @@ _LOG = logging.getLogger("zeroexp")
 class Boundary:
     """The boundary of one engine. ``clip`` is the L2 norm to which :meth:`step` clips, if any;
     ``early`` what makes a part of the step in backward, if anything does; ``delayed``
-    what steps in the place of steppers."""
+    what steps in the place of steppers; ``ties`` the weights shared with other stages, if any."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class Boundary:
         clip: float | None,
         early: EarlyStep | None,
         delayed: DelayedSteps,
+        ties: Ties | None = None,
     ) -> None:
         self._model = model
         self._residency = residency
@@ -59,6 +61,7 @@ class Boundary:
         self._clip = clip
         self._early = early
         self._delayed = delayed
+        self._ties = ties
         self._agreements: dict[int, Agreement] = {}
         self._factors: dict[int, float] = {}
         self._summed: set[int] = set()
@@ -92,22 +95,26 @@ class Boundary:
                 self._early.refuse_late([self._reducer.units[i] for i in agreement.late])
             self._reducer.flush([self._reducer.units[i] for i in agreement.late])
             agreement = self._agree(stepper)
-        replicated = [s for s in stepper.segments if s.sharing.replicas.size > 1]
-        if replicated and key not in self._summed:
+        if key not in self._summed and self._sum_copies(stepper):
             self._summed.add(key)
-            for segment in replicated:
-                with segment.grads.at_hand(edits=True) as owned:
-                    here = owned.to(
-                        self._model.around.device
-                    )  # itself, unless it is off the device
-                    segment.sharing.replicas.all_reduce(
-                        here, tag=segment.tag, what="all-reduce over the replicas"
-                    ).wait()
-                    owned.copy_(here)
             agreement = self._agree(stepper)
+        agreement = over_the_pipe(self._world, agreement)
         self._agreements[key] = agreement
         self.grad_norm = self.grad_norm_clipped = self._norm_of([stepper])
         return agreement
+
+    def _sum_copies(self, stepper: Stepper) -> bool:
+        """Sum the gradients of replicas, and those of tied weights; whether there are any."""
+        replicas = [s for s in stepper.segments if s.sharing.replicas.size > 1]
+        for segment in replicas:
+            with segment.grads.at_hand(edits=True) as owned:
+                here = owned.to(self._model.around.device)  # itself, unless it is off the device
+                segment.sharing.replicas.all_reduce(
+                    here, tag=segment.tag, what="all-reduce over the replicas"
+                ).wait()
+                owned.copy_(here)
+        tied = self._ties is not None and self._ties.sum_gradients(stepper.segments)
+        return bool(replicas) or tied
 
     def _agree(self, stepper: Stepper) -> Agreement:
         orders = [*self._residency.orders.values(), self._reducer.order]
@@ -250,17 +257,17 @@ class Boundary:
     @torch.no_grad()
     def reopen(self) -> None:
         """More gradients will be added to those that were agreed upon: clipping decided so far is
-        applied to them now, and of what replicas have summed one replica keeps the sum."""
+        applied to them now, and of what replicas or tied copies have summed one keeps the sum."""
         if self._early is not None:
             self._early.begin()
         for stepper in self._steppers:
-            factor = self._factors.pop(id(stepper), 1.0)
-            summed = id(stepper) in self._summed
+            clipped, summed = self._factors.pop(id(stepper), 1.0), id(stepper) in self._summed
             for segment in stepper.segments:
-                keeps = not (summed and segment.sharing.replicas.index)
-                if segment.grads.has_owned and not (keeps and factor == 1.0):
+                other_keeps = segment.sharing.replicas.index or not segment.counted
+                factor = 0.0 if summed and other_keeps else clipped
+                if factor != 1.0 and segment.grads.has_owned:
                     with segment.grads.at_hand(edits=True) as owned:
-                        owned.mul_(factor) if keeps else owned.zero_()
+                        owned.mul_(factor) if factor else owned.zero_()
         self._agreements.clear()
         self._summed.clear()
 

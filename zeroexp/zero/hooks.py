@@ -126,8 +126,7 @@ class Hooks:
         def pre(_: nn.Module, args: tuple[Any, ...]) -> None:
             forward_begins()
             self._residency.enter_scope()
-            if unit is not None:
-                self._residency.need(unit)
+            self._residency.need_root()
 
         def post(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             failed = _raised(output)
@@ -252,8 +251,7 @@ class Hooks:
         if residency.direction is not Direction.BACKWARD:
             self._walk_begins()
             residency.begin_pass(Direction.BACKWARD)
-            if self._root is not None:
-                residency.need(self._root)
+            residency.need_root()
         if unit is None:
             return
         if call is not None and call.watched:

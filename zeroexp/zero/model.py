@@ -14,12 +14,14 @@ from torch.nn.parameter import is_lazy
 from zeroexp import ops
 from zeroexp.comm.pool import flat_zeros
 from zeroexp.errors import ModelError
-from zeroexp.layout import Layout, ParamSpec, Part, Segment, Unit, make_layout, make_unit
+from zeroexp.layout import Layout, ParamSpec, Segment, Share, Unit, make_layout, make_unit
 from zeroexp.placement import leaving
 from zeroexp.zero.access import GuardedParameters, Guards, Owner, whole
-from zeroexp.zero.parts import parts_of, raw_parameters, raw_tensors
+from zeroexp.zero.part import Part
+from zeroexp.zero.placeholder import Placeholders
 from zeroexp.zero.same_model import compare_buffers, compare_parameters
 from zeroexp.zero.segment import SegmentState
+from zeroexp.zero.shares import raw_parameters, raw_tensors, shares_of
 from zeroexp.zero.surroundings import Surroundings
 from zeroexp.zero.unit import Life, UnitState
 
@@ -28,25 +30,36 @@ class ShardedModel:
     """Cuts ``module`` into units and takes its parameters over, in place; names and objects stay.
 
     ``groups`` maps ``id(parameter)`` to its optimizer group; parameters in no group are never
-    stepped. Every rank must build the same model; rank 0's values win. Raises :class:`RankMismatch`
-    when the ranks' models differ, :class:`ModelError` for parameters that hold no data.
+    stepped. Every rank must build the same model; rank 0's values win. ``part``: these ranks hold
+    a part of the module only, and the first of them has the values that win. Raises
+    :class:`RankMismatch` when the ranks' models differ, :class:`ModelError` for parameters that
+    hold no data.
     """
 
     def __init__(
-        self, module: nn.Module, groups: Mapping[int, int], around: Surroundings, *, cut: str
+        self,
+        module: nn.Module,
+        groups: Mapping[int, int],
+        around: Surroundings,
+        *,
+        cut: str,
+        part: Part | None = None,
     ) -> None:
         self.module = module
         self.around = around
+        self.part = part
         self.params: dict[str, nn.Parameter] = {}
         """First name to parameter."""
+        self.elsewhere: dict[str, nn.Parameter] = {}
+        """The same of those that these ranks do not hold."""
         self._former, guards = self._former_owners()
         self.born_sharded = any(o.sharded for owners in self._former.values() for o in owners)
         """Whether the parameters were sharded before: the whole model may not fit."""
-        self.parts = parts_of(module)
-        """Which part this rank has, by ``id`` of the parameters and buffers that are spread."""
+        self.shares = shares_of(module)
+        """Which share this rank has, by ``id`` of the parameters and buffers that are spread."""
         self.specs = self._collect(groups)
         control, shards = around.world.control, around.world.sharing().gather.size
-        compare_parameters(control, self.specs, self._parts_by_name())
+        compare_parameters(control, self.specs, self._shares_by_name())
         self.layout: Layout = make_layout(self.specs, cut=cut, shards=shards)
         self.units: list[UnitState] = []
         self.place: dict[int, tuple[UnitState, SegmentState, int]] = {}
@@ -55,6 +68,7 @@ class ShardedModel:
         """Called before values are read to be edited."""
         self._groups = dict(groups)
         self._num_tags = 0
+        self._first_names: dict[int, str] | None = None
         self._take_over()
         self._share_buffers()
         self._frozen = self._find_frozen()
@@ -85,7 +99,8 @@ class ShardedModel:
         for name, param in raw_parameters(self.module):
             names.setdefault(id(param), []).append(name)
             if len(names[id(param)]) == 1:
-                self.params[name] = param
+                here = self.part is None or self.part.holds(name)
+                (self.params if here else self.elsewhere)[name] = param
         specs = []
         self._refuse_renormalizing()
         for name, param in self.params.items():
@@ -115,14 +130,15 @@ class ShardedModel:
                     trainable=param.requires_grad and group >= 0,
                     aliases=tuple(names[id(param)][1:]),
                     group=group,
-                    spread=self.parts[id(param)].count if id(param) in self.parts else 1,
+                    tied=self.part is not None and self.part.is_tied(name),
+                    spread=self.shares[id(param)].count if id(param) in self.shares else 1,
                 )
             )
         return specs
 
-    def _parts_by_name(self) -> dict[str, Part]:
+    def _shares_by_name(self) -> dict[str, Share]:
         tensors = raw_tensors(self.module)
-        return {name: self.parts[id(t)] for name, t in tensors if id(t) in self.parts}
+        return {name: self.shares[id(t)] for name, t in tensors if id(t) in self.shares}
 
     def _refuse_renormalizing(self) -> None:
         """Weights that a forward rewrites come out differently on every rank."""
@@ -160,19 +176,22 @@ class ShardedModel:
             self._index(self.units[-1])
         for segment in self.segments:  # former owners showed their own whenever they were asked
             segment.show()
+        for param in self.elsewhere.values():
+            dtype = self.around.policy.storage_dtype(param.dtype)
+            Placeholders([tuple(param.shape)], dtype, self.around.device).show([param])
         self.around.spare.drop()
 
     @torch.no_grad()
     def _share_buffers(self) -> None:
-        """Buffers begin as those of rank 0 (of the first that has the part), like parameters:
+        """Buffers begin as those of rank 0 (of the first that has the share), like parameters:
         features that another rank drew do not fit the weights."""
         control = self.around.world.control
         buffers = [(n, b) for n, b in self.module.named_buffers() if not b.is_meta]
-        compare_buffers(control, dict(buffers), self._parts_by_name())
+        compare_buffers(control, dict(buffers), self._shares_by_name())
         for number, (name, buffer) in enumerate(buffers):
             if buffer.numel():
-                part = self.parts.get(id(buffer))
-                members = self.around.world.sharing(part.count).members if part else control
+                share = self.shares.get(id(buffer))
+                members = self.around.world.sharing(share.count).members if share else control
                 flat = buffer.contiguous().reshape(-1)
                 members.broadcast(
                     flat.view(torch.uint8), source=0, tag=number, what=f"first value of {name}"
@@ -182,7 +201,10 @@ class ShardedModel:
     def _segment(self, spec: Segment, *, leaves: bool) -> SegmentState:
         self._num_tags += 1
         params = [self.params[s.spec.name] for s in spec.slots]
-        return SegmentState(spec, params, self.around, self._num_tags, leaves=leaves)
+        state = SegmentState(spec, params, self.around, self._num_tags, leaves=leaves)
+        if self.part is not None:
+            state.counted = all(self.part.counts(s.spec.name) for s in spec.slots if s.spec.tied)
+        return state
 
     def _leaving(self) -> set[tuple[int, int]]:
         """Unit and place in it of the segments whose optimizer state leaves the device."""
@@ -308,6 +330,39 @@ class ShardedModel:
     @property
     def trainable_segments(self) -> list[SegmentState]:
         return [s for s in self.segments if s.spec.trainable]
+
+    def holds(self, name: str, tensor: Tensor) -> bool:
+        """Whether these ranks hold the parameter or buffer ``tensor``, called ``name``."""
+        return self.part is None or self.part.holds(self._first_name(name, tensor))
+
+    def speaks_for(self, name: str, tensor: Tensor) -> bool:
+        """The same, and no part before them holds it too."""
+        return self.part is None or self.part.counts(self._first_name(name, tensor))
+
+    def _first_name(self, name: str, tensor: Tensor) -> str:
+        if self._first_names is None:
+            known = (*self.params.items(), *self.elsewhere.items())
+            self._first_names = {id(p): n for n, p in known}
+        return self._first_names.get(id(tensor), name)
+
+    @torch.no_grad()
+    def fetch_elsewhere(self) -> None:
+        """Parameters and buffers of other parts become whole here too; these ranks' own must be
+        whole (collective)."""
+        if self.part is None:
+            return
+        pipe = self.around.world.pipe
+        known = [*self.params.items(), *self.elsewhere.items()]
+        for name, tensor in (*sorted(known), *self.module.named_buffers()):
+            mine = self.part.holds(name)
+            value = tensor.detach().contiguous()
+            if not mine:
+                value = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            flat = value.view(-1).view(torch.uint8)
+            first = self.part.holders[name][0]
+            pipe.broadcast(flat, source=first, tag=0, what=f"values of {name}").wait()
+            if not mine:
+                tensor.data = value
 
     def master_whole(self, segment: SegmentState) -> Tensor:
         """The segment's values ``[size]`` as the optimizer sees them, on every rank that has it

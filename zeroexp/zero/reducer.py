@@ -51,14 +51,24 @@ class Reducer:
         at = self.order.position[id(unit)] + 1
         return self.order.units[at] if at < len(self.order.units) else None
 
-    def begin(self, *, reduce: bool, divisor: float, divide_on_arrival: bool) -> None:
-        """A backward begins."""
+    def begin(
+        self,
+        *,
+        reduce: bool,
+        divisor: float,
+        divide_on_arrival: bool,
+        units: Sequence[UnitState] | None = None,
+    ) -> None:
+        """A backward begins, which reaches no others than ``units`` (None: it may reach all)."""
         if self._flying:
             self.abandon()
         self.reducing = reduce
         self._ready = set()
         self._turn = 0
-        self._queue = [u for u in self.order.units if u.trains]
+        reached = None if units is None else {id(u) for u in units}
+        self._queue = [
+            u for u in self.order.units if u.trains and (reached is None or id(u) in reached)
+        ]
         self.order.start_trace()
         for unit in self.units:
             unit.begin_backward(divisor, divide_on_arrival)

@@ -36,7 +36,7 @@ class Residency:
     """Gathers and releases the units of one engine.
 
     ``keeps`` says whether a unit stays whole between its forward and its backward
-    (``zero.reshard_after_forward``).
+    (``zero.reshard_after_forward``); ``root`` is the unit of what lies outside all others.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class Residency:
         *,
         prefetch: int,
         keeps: Callable[[UnitState], bool],
+        root: UnitState | None = None,
     ) -> None:
         sharded = [u for u in units if u.transient]
         self.orders = {
@@ -57,6 +58,7 @@ class Residency:
         self._prefetch = prefetch
         self._far = any(u.off_device for u in sharded)
         self._keeps = keeps
+        self._root = root
         self._direction: Direction | None = None
         self._issued: set[int] = set()
         self._ahead: list[UnitState] = []
@@ -164,6 +166,11 @@ class Residency:
             self._catch_up(order, at)
         self._gather_now(unit)
         self._look_ahead(order, at)
+
+    def need_root(self) -> None:
+        """Code that may read any parameter outside of the other units begins."""
+        if self._root is not None:
+            self.need(self._root)
 
     def was_needed(self, unit: UnitState) -> bool:
         """Whether the running pass has asked for ``unit``."""

@@ -11,40 +11,40 @@ from torch import Tensor
 from zeroexp.comm import Group
 from zeroexp.comm.notes import exchange_notes
 from zeroexp.errors import RankMismatch
-from zeroexp.layout import ParamSpec, Part
+from zeroexp.layout import ParamSpec, Share
 
 
 def compare_parameters(
-    control: Group, specs: Sequence[ParamSpec], parts: Mapping[str, Part]
+    control: Group, specs: Sequence[ParamSpec], shares: Mapping[str, Share]
 ) -> None:
     """Raise :class:`RankMismatch` on every rank when parameters differ in name, shape, dtype,
-    order, group, or in whether they are trained (collective). ``parts``: by name, of those that
+    order, group, or in whether they are trained (collective). ``shares``: by name, of those that
     have another one on other ranks."""
-    _compare(control, {_called(s.name, parts): _of_parameter(s, parts) for s in specs})
+    _compare(control, {_called(s.name, shares): _of_parameter(s, shares) for s in specs})
 
 
 def compare_buffers(
-    control: Group, buffers: Mapping[str, Tensor], parts: Mapping[str, Part]
+    control: Group, buffers: Mapping[str, Tensor], shares: Mapping[str, Share]
 ) -> None:
     """The same for buffers."""
     _compare(
         control,
         {
-            _called(n, parts): f"buffer of shape {tuple(b.shape)}, {b.dtype}"
+            _called(n, shares): f"buffer of shape {tuple(b.shape)}, {b.dtype}"
             for n, b in buffers.items()
         },
     )
 
 
-def _called(name: str, parts: Mapping[str, Part]) -> str:
-    """What it is called on the rank that has the first part."""
-    return parts[name].name(name, 0) if name in parts else name
+def _called(name: str, shares: Mapping[str, Share]) -> str:
+    """What it is called on the rank that has the first share."""
+    return shares[name].name(name, 0) if name in shares else name
 
 
-def _of_parameter(spec: ParamSpec, parts: Mapping[str, Part]) -> str:
+def _of_parameter(spec: ParamSpec, shares: Mapping[str, Share]) -> str:
     use = f"optimizer group {spec.group}" if spec.trainable else "not trained"
-    part = parts.get(spec.name)
-    names = [part.name(n, 0) for n in spec.aliases] if part else spec.aliases
+    share = shares.get(spec.name)
+    names = [share.name(n, 0) for n in spec.aliases] if share else spec.aliases
     tied = f", tied to {', '.join(names)}" if names else ""
     spread = f", over {spec.spread} ranks" if spec.spread > 1 else ""
     return f"shape {spec.shape}, {spec.dtype}, {use}{tied}{spread}"

@@ -70,6 +70,9 @@ class SegmentState:
         """What the optimizer steps has this dtype."""
         self.num_stepped = spec.shard_size if self.placement.optim.sharded else spec.size
         """Elements that this rank steps."""
+        self.counted = True
+        """Whether its gradients are part of this group's norm: not those of a tied weight that
+        another stage of a pipeline counts."""
         self.on_disk: OnDisk | None = None
         """Its records on the nvme tier, if it has any."""
         self.home: Home | None = None
@@ -82,7 +85,7 @@ class SegmentState:
 
     @property
     def sharing(self) -> Sharing:
-        """The ranks that hold it, or a part of it."""
+        """The ranks that hold it, or a share of it."""
         return self.around.world.sharing(self.spec.spread)  # made anew when the world opens again
 
     # -- construction ------------------------------------------------------------------------------

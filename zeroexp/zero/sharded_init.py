@@ -19,15 +19,15 @@ from zeroexp import ops
 from zeroexp.comm import Group, World
 from zeroexp.comm.pool import flat_zeros
 from zeroexp.config import Config
-from zeroexp.layout import ParamSpec, Part, Segment, make_unit
+from zeroexp.layout import ParamSpec, Segment, Share, make_unit
 from zeroexp.ledger import Ledger
 from zeroexp.placement import STAGES
 from zeroexp.zero.access import GuardedParameters, Guards
 from zeroexp.zero.birthplace import Birthplace
 from zeroexp.zero.home import Home
-from zeroexp.zero.parts import Spread, parts_of, raw_parameters
 from zeroexp.zero.placeholder import Placeholders
 from zeroexp.zero.registry import register
+from zeroexp.zero.shares import Spread, raw_parameters, shares_of
 
 
 class _Part:
@@ -65,7 +65,7 @@ class _Part:
         return [flat[s.offset : s.stop].view(s.spec.shape) for s in self._segment.slots]
 
     def _keep(self, flat: Tensor) -> None:
-        """Rank 0's values count (of a part, its first holder's); keep this rank's slice."""
+        """Rank 0's values count (of a share, its first holder's); keep this rank's slice."""
         self._sharing.members.broadcast(
             flat, source=0, tag=self._tag, what="initial values of a sharded block"
         ).wait()
@@ -106,7 +106,7 @@ class BornUnit:
         self,
         session: Session,
         named: Mapping[str, nn.Parameter],
-        parts: Mapping[int, Part],
+        shares: Mapping[int, Share],
         number: int,
     ) -> None:
         self._session = session
@@ -116,7 +116,7 @@ class BornUnit:
                 name,
                 tuple(p.shape),
                 str(p.dtype).removeprefix("torch."),
-                spread=parts[id(p)].count if id(p) in parts else 1,
+                spread=shares[id(p)].count if id(p) in shares else 1,
             )
             for name, p in named.items()
         ]
@@ -197,7 +197,7 @@ class Session:
         unit = BornUnit(
             self,
             {n: named[n] for n in sorted(unique.values(), key=list(named).index)},
-            self._parts(parent, name, module),
+            self._shares(parent, name, module),
             self._num_units,
         )
         for sub, keys in table.values():
@@ -207,14 +207,14 @@ class Session:
         ops.return_freed_memory()
 
     @staticmethod
-    def _parts(parent: nn.Module, name: str, module: nn.Module) -> dict[int, Part]:
+    def _shares(parent: nn.Module, name: str, module: nn.Module) -> dict[int, Share]:
         """Of a block, also of one that is an expert itself."""
-        found = parts_of(module)
+        found = shares_of(module)
         if isinstance(parent, Spread):
             for path, param in raw_parameters(module):
-                part = parent.zeroexp_part(f"{name}.{path}")
-                if part is not None:
-                    found[id(param)] = part
+                share = parent.zeroexp_share(f"{name}.{path}")
+                if share is not None:
+                    found[id(param)] = share
         return found
 
     def visit(self, unit: BornUnit) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroexp.errors import OptimizerError
-from zeroexp.layout import Part
+from zeroexp.layout import Share
 from zeroexp.optim.elementwise import is_elementwise
 from zeroexp.optim.face import Face
 from zeroexp.optim.history import History, Run, per_element
@@ -70,14 +70,14 @@ class Stepper:
         self._stepped: set[int] = set()
         self.adopt(segments)
 
-    def refuse_cut(self, parts: Mapping[int, Part]) -> None:
-        """Raise :class:`OptimizerError` when the optimizer looks at whole parameters and ``parts``
+    def refuse_cut(self, shares: Mapping[int, Share]) -> None:
+        """Raise :class:`OptimizerError` when the optimizer looks at whole parameters and ``shares``
         (by ``id``) are slices of some."""
         cut = [
             slot.spec.name
             for segment in self.segments
             for slot, param in zip(segment.spec.slots, segment.params, strict=True)
-            if (part := parts.get(id(param))) is not None and not part.ends
+            if (share := shares.get(id(param))) is not None and not share.ends
         ]
         if self.whole and cut:
             raise OptimizerError(

@@ -13,12 +13,12 @@ from zeroexp.layout import ParamSpec, make_unit
 
 def test_world_16_tensor_2_expert_4() -> None:
     """deepspeed.md 3.F case 98: the data-parallel ranks of each tensor lane are every second."""
-    parts, members = [], []
+    blocks, members = [], []
     for lane in (0, 1):
         found = shared_ranks(range(lane, 16, 2), 8, 4)
-        parts += found.parts
+        blocks += found.blocks
         members += found.members
-    assert parts == [(0, 2, 4, 6), (8, 10, 12, 14), (1, 3, 5, 7), (9, 11, 13, 15)]
+    assert blocks == [(0, 2, 4, 6), (8, 10, 12, 14), (1, 3, 5, 7), (9, 11, 13, 15)]
     assert members == [
         *[(0, 8), (2, 10), (4, 12), (6, 14)],
         *[(1, 9), (3, 11), (5, 13), (7, 15)],
@@ -43,10 +43,10 @@ def test_a_copy_has_every_shard_of_every_part_once(ranks: int, shard: int, sprea
 
     def holds(rank: int) -> tuple[int, int]:
         """Part and shard of it."""
-        part = group_of(found.parts, rank).index(rank)
+        part = group_of(found.blocks, rank).index(rank)
         gather = group_of(found.shards, rank)
         assert segment.index_of(rank) == gather.index(rank)
-        assert {group_of(found.parts, other).index(other) for other in gather} == {part}
+        assert {group_of(found.blocks, other).index(other) for other in gather} == {part}
         return part, gather.index(rank)
 
     for rank in range(ranks):

@@ -26,6 +26,9 @@ def test_flags_are_taken_out_and_the_rest_is_left_in_order() -> None:
         read_flags(["--sweep-dir"])
 
 
+F1B1 = ["pipeline=1f1b", "trainer.devices=2", "trainer.accelerator=cpu", "precision=fp32"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -37,6 +40,11 @@ def test_flags_are_taken_out_and_the_rest_is_left_in_order() -> None:
         (["zero.stage=é"], "it has a character that Hydra's grammar does not know"),
         (["sweep=no_such"], "no_such"),
         (["plan", "trainer.devices=7"], "data.batch_size"),
+        (["plan", "pipeline=1f1b"], "2 does not divide 1 rank."),
+        (["plan", "--timeline=out.png"], "wanted FILE.svg"),
+        (["plan", "--timeline"], "nothing to draw"),
+        (["plan", *F1B1, "--timeline=no/such/out.svg"], "No such file or directory"),
+        (["--timeline", "zero=stage0"], "--timeline is for zeroexp plan"),
     ],
 )
 def test_what_is_wrong_is_one_message_and_exit_code_2(
@@ -67,6 +75,25 @@ def test_plan_prints_bytes_and_says_with_its_exit_code_whether_it_fits(
     huge = ["model.dim=65536", "model.layers=100", "model.heads=64", "trainer.accelerator=cpu"]
     assert main(["plan", *huge]) == 1
     assert "TiB" in capsys.readouterr().out
+
+
+def test_plan_of_a_pipeline_shows_its_stages_and_draws_its_timeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", *F1B1, "--timeline", "pipeline.micro_batches=4"]) == 0
+    page = capsys.readouterr().out
+    assert "pipeline 1f1b: 2 ranks, 1 pipe; 4 micro-batches of 6, cut by parameters" in page
+    assert "embedding to blocks.1" in page and "micro-batches alive" in page
+    assert "rank 0 |F0" in page and "rank 1 |" in page
+    assert main(["plan", *F1B1, "--timeline", "out.svg"]) == 0
+    assert "timeline: out.svg" in capsys.readouterr().out
+    assert Path("out.svg").read_text().startswith("<svg ")
+    assert main(["plan", "zero=stage3", "trainer.devices=4", "pipeline=interleaved"]) == 0
+    page = capsys.readouterr().out
+    assert "zero=stage3 gathers a stage of the pipe up to " in page
+    assert main(["plan", "pipeline=auto", "trainer.devices=2"]) == 0
+    assert "not 1f1b: " in capsys.readouterr().out
 
 
 def test_explain_says_what_a_key_is_and_where_its_value_comes_from(

@@ -7,13 +7,14 @@ from collections.abc import Iterable
 from zeroexp.config.rules.model import MODEL_RULES
 from zeroexp.config.rules.moe import MOE_RULES
 from zeroexp.config.rules.offload import OFFLOAD_RULES
+from zeroexp.config.rules.pipeline import PIPELINE_RULES
 from zeroexp.config.rules.precision import PRECISION_RULES
 from zeroexp.config.rules.ranks import RANK_RULES
 from zeroexp.config.rules.rule import ALWAYS, COMMAND, START, Rule, differs
 from zeroexp.config.rules.run import RUN_RULES
 from zeroexp.config.rules.start import START_RULES
 from zeroexp.config.setting import Key
-from zeroexp.config.tree import KEYS, Config
+from zeroexp.config.tree import KEYS, Config, option_key
 from zeroexp.errors import Problem
 
 __all__ = ["ALWAYS", "COMMAND", "RULES", "START", "Rule", "broken"]
@@ -21,7 +22,7 @@ __all__ = ["ALWAYS", "COMMAND", "RULES", "START", "Rule", "broken"]
 
 def _does_nothing(key: Key) -> Rule:
     """A key of one kind set for another: it would be accepted and ignored."""
-    kind = f"{key.section}.kind"
+    kind = option_key(key.section)
     others = ", ".join(key.meta.kinds)
     return Rule(
         key=key.path,
@@ -35,6 +36,7 @@ def _does_nothing(key: Key) -> Rule:
 
 RULES: tuple[Rule, ...] = (
     *RANK_RULES,
+    *PIPELINE_RULES,
     *OFFLOAD_RULES,
     *PRECISION_RULES,
     *MODEL_RULES,

@@ -81,7 +81,9 @@ MOE_RULES: tuple[Rule, ...] = (
         key="moe.expert_parallel",
         why="data ranks = expert_parallel x ranks with the same experts",
         reads=("moe.expert_parallel", "trainer.devices", "trainer.num_nodes", _ON),
-        broken=lambda c: _has(c) and c.data_ranks % c.moe.expert_parallel != 0,
+        broken=lambda c: (
+            _has(c) and not c.pipeline.is_on and c.data_ranks % c.moe.expert_parallel != 0
+        ),
         problem=lambda c: f"{c.moe.expert_parallel} does not divide {c.data_ranks} data ranks.",
         fix=lambda c: f"Use {divisors(c.data_ranks)}",
     ),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from zeroexp.config.rules.rule import ALWAYS, COMMAND, Rule, divisors, ratio
+from zeroexp.config.rules.rule import ALWAYS, COMMAND, Rule, divisors, ratio, whole_pipes
 from zeroexp.config.tree import DEFAULT_BATCH_SIZE, Config
 from zeroexp.config.value import show
 
-_RANKS = ("trainer.devices", "trainer.num_nodes")
+_RANKS = ("trainer.devices", "trainer.num_nodes", "pipeline.schedule", "pipeline.stages")
 _BATCH = ("data.batch_size", "data.micro_batch_size", "trainer.accumulate_grad_batches", *_RANKS)
 
 
@@ -54,6 +54,7 @@ def _whole_micro_batch(given: bool) -> Rule:
         broken=lambda c: (
             (c.data.batch_size is not None) is given
             and c.data.micro_batch_size is None
+            and whole_pipes(c)
             and c.batch_size % _parts(c) != 0
         ),
         problem=_batch_problem,
@@ -70,6 +71,7 @@ RANK_RULES: tuple[Rule, ...] = (
         broken=lambda c: (
             c.data.batch_size is not None
             and c.data.micro_batch_size is not None
+            and whole_pipes(c)
             and c.data.batch_size != c.data.micro_batch_size * _parts(c)
         ),
         problem=lambda c: (
@@ -94,15 +96,20 @@ RANK_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         key="zero.shard_size",
-        why="data ranks = replicate x shard",
+        why="data ranks = replicate x shard, and ranks = data ranks x pipe",
         reads=("zero.shard_size", *_RANKS),
         broken=lambda c: (
-            isinstance(c.zero.shard_size, int) and c.data_ranks % c.zero.shard_size != 0
+            isinstance(c.zero.shard_size, int)
+            and whole_pipes(c)
+            and c.data_ranks % c.zero.shard_size != 0
         ),
-        problem=lambda c: f"{c.zero.shard_size} does not divide {c.data_ranks} ranks.",
+        problem=lambda c: (
+            f"{c.zero.shard_size} does not divide {c.data_ranks} {'data ' * c.pipeline.is_on}ranks."
+        ),
         fix=lambda c: (
-            f"{c.data_ranks} ranks = replicate {ratio(c.data_ranks, c.shard_size)} x shard "
-            f"{c.shard_size}; use {divisors(c.data_ranks)}"
+            f"{c.ranks} ranks = replicate {ratio(c.data_ranks, c.shard_size)} x shard "
+            f"{c.shard_size}{f' x pipe {c.pipeline.size}' * c.pipeline.is_on}; "
+            f"use {divisors(c.data_ranks)}"
         ),
     ),
 )

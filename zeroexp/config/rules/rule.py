@@ -44,6 +44,12 @@ def ratio(numerator: int, denominator: int) -> str:
     return f"{numerator / denominator:.4g}"
 
 
+def whole_pipes(config: Config) -> bool:
+    """Whether the ranks make whole pipes. If not, that is the problem: what is counted in data
+    ranks has no meaning."""
+    return config.ranks % config.pipeline.size == 0
+
+
 def differs(config: Config, path: str) -> bool:
     """Whether the value of a key is not its default."""
     return bool(config.get(path) != KEYS[path].default)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from zeroexp.config.sections.checkpoint import CheckpointConfig
 from zeroexp.config.sections.data import DataConfig
 from zeroexp.config.sections.debug import DebugConfig
-from zeroexp.config.sections.later import PipelineConfig
 from zeroexp.config.sections.launch import LaunchConfig
 from zeroexp.config.sections.logger import LoggerConfig
 from zeroexp.config.sections.measure import MeasureConfig
@@ -14,6 +13,7 @@ from zeroexp.config.sections.moe import MoeConfig
 from zeroexp.config.sections.offload import NvmeConfig, OffloadConfig
 from zeroexp.config.sections.optim import OptimConfig
 from zeroexp.config.sections.paths import PathsConfig
+from zeroexp.config.sections.pipeline import PipelineConfig
 from zeroexp.config.sections.precision import LossScaleConfig, PrecisionConfig
 from zeroexp.config.sections.recompute import RecomputeConfig
 from zeroexp.config.sections.schedule import ScheduleConfig

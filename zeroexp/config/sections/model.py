@@ -144,3 +144,10 @@ class ModelConfig:
     def num_kv_heads(self) -> int:
         """Key and value heads: ``kv_heads``, or as many as ``heads``."""
         return self.kv_heads if self.kv_heads is not None else self.heads
+
+    @property
+    def num_pipeline_layers(self) -> int | None:
+        """Layers that a pipeline can cut between: the blocks, and what is before and after them.
+        None for a model that only its ranks know."""
+        around = {"gpt": 3, "mlp": 2}  # embedding, norm of the GPT, head
+        return self.layers + around[self.kind] if self.kind in around else None

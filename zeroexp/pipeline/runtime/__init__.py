@@ -8,12 +8,22 @@ happens.
 
 from zeroexp.pipeline.runtime.channel import Channel
 from zeroexp.pipeline.runtime.executor import Executor
-from zeroexp.pipeline.runtime.micro_batches import split_batch
+from zeroexp.pipeline.runtime.micro_batches import Mapped, split_batch
 from zeroexp.pipeline.runtime.owner import Owner
 from zeroexp.pipeline.runtime.run import Result
 from zeroexp.pipeline.runtime.split import layers_of, split
 from zeroexp.pipeline.runtime.stage import Stage
 from zeroexp.pipeline.runtime.ties import Ties
 
-__all__ = ["Channel", "Executor", "Owner", "Result", "Stage", "Ties", "layers_of", "split"]
+__all__ = [
+    "Channel",
+    "Executor",
+    "Mapped",
+    "Owner",
+    "Result",
+    "Stage",
+    "Ties",
+    "layers_of",
+    "split",
+]
 __all__ += ["split_batch"]

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from zeroexp.errors import ConfigError, Problem
 from zeroexp.pipeline.runtime.tree import map_tensors, tensors_of
+
+
+class Mapped(Sequence[Any]):
+    """``make`` of each of ``values``, when it is asked for: inside a run, which tells the other
+    ranks of its errors."""
+
+    def __init__(self, values: Sequence[Any], make: Callable[[Any], Any]) -> None:
+        self._values, self._make = values, make
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._make(self._values[index])
 
 
 def split_batch(batch: Any, micro_batches: int) -> list[Any]:

@@ -7,28 +7,28 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from zeroexp.layout import Part
+from zeroexp.layout import Share
 
 
 @runtime_checkable
 class Spread(Protocol):
     """A module whose parameters and buffers may lie on several data-parallel ranks."""
 
-    def zeroexp_part(self, name: str) -> Part | None:
-        """Which part this rank has of the parameter or buffer called ``name`` below the module;
+    def zeroexp_share(self, name: str) -> Share | None:
+        """Which share this rank has of the parameter or buffer called ``name`` below the module;
         None: all of it."""
         ...
 
 
-def parts_of(model: nn.Module) -> dict[int, Part]:
-    """``id`` of every parameter and buffer of ``model`` of which this rank has a part."""
-    found: dict[int, Part] = {}
+def shares_of(model: nn.Module) -> dict[int, Share]:
+    """``id`` of every parameter and buffer of ``model`` of which this rank has a share."""
+    found: dict[int, Share] = {}
     for module in model.modules():
         if isinstance(module, Spread):
             for name, tensor in raw_tensors(module):
-                part = module.zeroexp_part(name)
-                if part is not None and part.count > 1:
-                    found[id(tensor)] = part
+                share = module.zeroexp_share(name)
+                if share is not None and share.count > 1:
+                    found[id(tensor)] = share
     return found
 
 

@@ -1,0 +1,221 @@
+"""An engine whose module is spread over the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeroexp.comm.ranks import with_ranks
+from zeroexp.config import Config
+from zeroexp.engine import Engine
+from zeroexp.errors import ModelError, RankMismatch
+from zeroexp.pipeline.cut import cut
+from zeroexp.pipeline.residency import with_residency
+from zeroexp.pipeline.runtime import (
+    Channel,
+    Executor,
+    Mapped,
+    Result,
+    layers_of,
+    split,
+    split_batch,
+)
+from zeroexp.pipeline.runtime.part import layered_in, part_of
+from zeroexp.pipeline.runtime.split import layer_sizes
+from zeroexp.pipeline.runtime.stage_owner import StageOwner
+from zeroexp.pipeline.runtime.tree import tensors_of
+from zeroexp.pipeline.schedules import make_schedule
+from zeroexp.zero.marked import MarkedResidency
+
+Loss = Callable[[Any, Any], Tensor]
+"""A micro-batch's mean loss from the model's output and its target."""
+
+
+class PipeEngine(Engine):
+    """Trains ``module`` as a pipeline of ``config.pipeline.stages`` ranks, with any ZeRO stage,
+    offload and precision in each stage's data-parallel group.
+
+    ``module`` (or one child of it that holds all parameters) is an ``nn.Sequential`` or offers
+    ``pipeline_layers()``; every rank builds all of it and keeps its own stages. Rank r of N holds
+    place ``r // (N / stages)`` of the pipe. ``loss(output, target)`` gives a micro-batch's mean
+    loss. ``recompute``: a stage keeps its input alone for backward and runs again there.
+    ``context()`` is entered around every forward of a stage, the loss included. Everything else is
+    :class:`Engine`'s; in the place of forward and backward there is :meth:`train_batch`.
+
+    Raises what :class:`Engine` raises, and :class:`ConfigError` where stages, schedule,
+    micro-batches and layers do not fit.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Optimizer | Sequence[Optimizer] | None,
+        config: Config | Mapping[str, Any] | None = None,
+        *,
+        loss: Loss | None = None,
+        recompute: bool = False,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        device: torch.device | str | None = None,
+        clip: float | str | None = "config",
+    ) -> None:
+        if not isinstance(config, Config):
+            config = Config.from_mapping(with_ranks(config or {}))
+        config = config.resolved()
+        asked = config.pipeline
+        self.micro_batches = asked.num_micro_batches(config.micro_batch_size)
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if size % asked.size:
+            raise RankMismatch(
+                f"pipeline.stages={asked.size} does not divide the {size} ranks that run"
+            )
+        model = layered_in(module)
+        layers = layers_of(model)
+        schedule = make_schedule(asked.schedule, asked.size, self.micro_batches, asked.virtual)
+        where = cut(layer_sizes(layers), schedule.num_stages, asked.cut)
+        place = rank // (size // asked.size)
+        stages = split(model, where, schedule.stages_of(place), recompute=recompute).stages
+        super().__init__(
+            module,
+            optimizers,
+            config,
+            device=device,
+            divide_accumulation=False,
+            clip=clip,
+            steps_at_once="the stages of a pipeline are stepped together",
+            part=part_of(module, layers, where, schedule.rank_of, place),
+        )
+        residency = cast(MarkedResidency, self.residency)
+        if residency.gathers:
+            schedule = with_residency(schedule, asked.whole_stages)
+        channel = Channel(
+            self.world.pipe.ranks, self.rank, self.world.channel, self.ledger, self.world.timeout
+        )
+
+        @contextmanager
+        def forward_scope() -> Iterator[None]:
+            with self.scope(), context():
+                yield
+
+        self.owner = StageOwner(self.model, residency, stages, forward_scope, self.backward_scope)
+        self.executor = Executor(
+            schedule, stages, channel, loss=loss or _own_loss, owner=self.owner
+        )
+        self._runs_per_step = config.trainer.accumulate_grad_batches
+        self._runs = 0
+        self.zero_grad_comes_late = False
+        """For a loop that calls ``zero_grad`` between forward and backward: it does nothing."""
+        self.accumulate = self._runs_per_step * self.micro_batches
+
+    # -- training ----------------------------------------------------------------------------------
+
+    def train_batch(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        weights: Sequence[float] | None = None,
+        last: bool | None = None,
+    ) -> float:
+        """Forward and backward of one batch ``inputs`` (this data rank's, any nested value whose
+        tensors have samples first), in ``micro_batches`` equal parts; the mean loss in this pipe,
+        on each of its ranks.
+
+        ``targets`` are cut alike. The first stage needs the inputs, the last one the targets; the
+        others' are not looked at. ``weights``: of each micro-batch's loss in the mean, its number
+        of tokens, say. ``last``: whether a step follows (by default after every
+        ``trainer.accumulate_grad_batches``-th). Raises :class:`StageError` on every rank of the
+        pipe when a stage fails on any, :class:`ConfigError` for a batch that does not divide.
+        """
+        parts = [
+            None if value is None else split_batch(value, self.micro_batches)
+            for value in (inputs if self.is_first else None, targets if self.is_last else None)
+        ]
+        return self.train_micro_batches(*parts, weights=weights, last=last)
+
+    def train_micro_batches(
+        self,
+        inputs: Sequence[Any] | None = None,
+        targets: Sequence[Any] | None = None,
+        *,
+        weights: Sequence[float] | None = None,
+        last: bool | None = None,
+    ) -> float:
+        """The same of micro-batches that the caller has cut."""
+        if self.owner.torn:
+            self.owner.tidy()
+            self.zero_grad()
+        self._runs += 1
+        self.owner.ends_window = self._runs >= self._runs_per_step if last is None else last
+        if self.owner.ends_window:
+            self._runs = 0
+        result = self.executor.run(
+            None if inputs is None else Mapped(inputs, self.cast),
+            targets,
+            weights=weights,
+            scale=self.loss_scale / self._runs_per_step,
+        )
+        assert result.loss is not None  # for the type checker: a training run has one
+        if self.is_last:
+            self._window.saw_loss(torch.tensor(result.loss))
+        return result.loss
+
+    def evaluate(self, inputs: Any = None, targets: Any = None) -> Result:
+        """Forward of one batch of any size without gradients: with ``targets`` the mean loss on
+        every rank of the pipe, without them the outputs by micro-batch on the last stage's."""
+        batch = next(v for v in (inputs, targets) if v is not None)
+        samples = next(t.shape[0] for t in tensors_of(batch) if t.dim())
+        count = next(m for m in range(self.micro_batches, 0, -1) if samples % m == 0)
+        parts = [
+            None if value is None else split_batch(value, count)
+            for value in (inputs if self.is_first else None, targets if self.is_last else None)
+        ]
+        return self.evaluate_micro_batches(*parts, count=count)
+
+    def evaluate_micro_batches(
+        self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None, *, count: int
+    ) -> Result:
+        """The same of ``count`` micro-batches that the caller has cut."""
+        with self.owner.all_whole():
+            return self.executor.evaluate(
+                None if inputs is None else Mapped(inputs, self.cast),
+                targets,
+                micro_batches=count,
+            )
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank holds the first stage, which needs the inputs."""
+        return 0 in self.executor.stages
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the last stage, which needs the targets."""
+        return self.last_place == self.executor.rank
+
+    @property
+    def last_place(self) -> int:
+        """The place in the pipe that holds the last stage."""
+        return self.executor.schedule.rank_of[-1]
+
+    def zero_grad(self, optimizer: Optimizer | None = None) -> None:
+        if not self.zero_grad_comes_late:
+            super().zero_grad(optimizer)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ModelError(
+            "the stages of a pipeline run together: call engine.train_batch(inputs, targets), or "
+            "engine.evaluate(inputs, targets), on every rank"
+        )
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self()
+
+
+def _own_loss(output: Any, target: Any) -> Tensor:
+    raise ModelError("a pipeline needs its loss: PipeEngine(..., loss=lambda output, target: ...)")
