@@ -245,6 +245,7 @@ class FabricBehaviour(Ranks):
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         if self.optimization.is_set_up and module is self.engine.module:
             return self.engine.state_dict()
+        files.refuse_shares(module)
         return module.state_dict() if self.is_global_zero else {}
 
     def load_module_state_dict(

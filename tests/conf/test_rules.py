@@ -415,10 +415,17 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         for name, value in {"min_capacity": 8, "priority": "probs"}.items()
     ),
     (
-        {"moe.kind": "top2", "moe.expert_parallel": 2, "trainer.devices": 2},
+        {
+            "moe.kind": "top2",
+            "moe.experts": 6,
+            "moe.expert_parallel": 3,
+            "trainer.devices": 6,
+            "data.batch_size": 6,
+            "zero": {"stage": 3, "shard_size": 2},
+        },
         "moe.expert_parallel",
-        "arrives with expert parallelism. Use 1",
-        {"moe.expert_parallel": 1},
+        "3 and zero.shard_size=2: neither divides the other. Use 1 or 2, or a multiple of 2",
+        {"moe.expert_parallel": 2},
     ),
     *(
         (

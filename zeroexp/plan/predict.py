@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from zeroexp.config import Config
 from zeroexp.layout import Layout, ParamSpec, Segment, make_layout
 from zeroexp.placement import STAGES, Placement, StatePlacement, Tier
+from zeroexp.plan.experts import all_to_all_bytes
 from zeroexp.plan.formats import NAMES, UnitUse, formats, is_floating, reductions, use_of
 from zeroexp.plan.layer_shape import LayerShape
 from zeroexp.plan.pipeline import PipelinePlan, plan_pipeline
@@ -69,15 +70,18 @@ class _Part:
 def predict(
     config: Config, specs: Sequence[ParamSpec], shapes: Sequence[LayerShape] | None = None
 ) -> Prediction:
-    """Predict ``config`` for a model of ``specs`` and, with a pipeline, of layers of ``shapes``
-    (built-in models give both, see :mod:`zeroexp.models.specs`).
+    """Predict ``config`` for a whole model of ``specs`` and, with a pipeline, of layers of
+    ``shapes`` (built-in models give both, see :mod:`zeroexp.models.specs`).
 
     Raises :class:`zeroexp.errors.ConfigError` for a pipeline that this model cannot be cut for.
     """
     config = config.resolved()
     data_ranks, shards = config.data_ranks, config.shard_size
     compute = NAMES[config.precision.compute]
-    stored = [replace(s, dtype=_stored(s.dtype, compute), group=_group(config, s)) for s in specs]
+    stored = [
+        replace(s.of_rank(), dtype=_stored(s.dtype, compute), group=_group(config, s))
+        for s in specs
+    ]
     pipeline = None
     if config.pipeline.is_on:
         if shapes is None:
@@ -86,14 +90,13 @@ def predict(
     parts = _parts(config, stored, shards, pipeline)
     comm, moved, files = [], [], []
     for part in parts:
-        comm.append(_traffic(config, part, STAGES[config.zero.stage], data_ranks // shards))
+        comm.append(_traffic(config, part, STAGES[config.zero.stage], data_ranks))
         moved.append(transfers(config, part.layout, part.uses))
         files.append(file_traffic(config, part.layout, part.uses))
     state, padding = {}, {}
     place = {rank: rank // data_ranks for rank in range(config.ranks)}
-    for rank in place:
-        index = rank % data_ranks % shards
-        state[rank], padding[rank] = _state(config, parts[place[rank]], index)
+    for rank, at in place.items():
+        state[rank], padding[rank] = _state(config, parts[at], rank % data_ranks)
     away = sum(sum(leaving_segments(config, part.layout).values()) for part in parts)
     whole = sum(sum(optimizer_shares(config, part.layout).values()) for part in parts)
     return Prediction(
@@ -141,7 +144,7 @@ def _group(config: Config, spec: ParamSpec) -> int:
     return int(not config.optim.decays(spec.name, len(spec.shape)))
 
 
-def _state(config: Config, part: _Part, index: int) -> tuple[dict[str, dict[str, int]], int]:
+def _state(config: Config, part: _Part, rank: int) -> tuple[dict[str, dict[str, int]], int]:
     out = {kind: {tier.value: 0 for tier in Tier} for kind in ("params", "grads", "optim")}
     padding = 0
 
@@ -149,7 +152,7 @@ def _state(config: Config, part: _Part, index: int) -> tuple[dict[str, dict[str,
         nonlocal padding
         size = segment.shard_size if where.sharded else segment.size
         out[kind][where.tier.value] += size * itemsize
-        gap = segment.padding_in(index) if where.sharded else segment.padding
+        gap = segment.padding_in(segment.index_of(rank)) if where.sharded else segment.padding
         padding += gap * itemsize
 
     layout = part.layout
@@ -169,15 +172,15 @@ def _state(config: Config, part: _Part, index: int) -> tuple[dict[str, dict[str,
     return out, padding
 
 
-def _traffic(
-    config: Config, part: _Part, placement: StatePlacement, replicas: int
-) -> dict[str, int]:
+def _traffic(config: Config, part: _Part, placement: StatePlacement, ranks: int) -> dict[str, int]:
     layout = part.layout
     total = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0, "send": part.sent}
+    total["all_to_all"] = all_to_all_bytes(config)
     for unit, use in zip(layout.units, part.uses, strict=True):
         for segment in unit.segments:
             sizes = formats(config, segment, placement)
-            share = (layout.shards - 1) * segment.shard_size
+            share = (segment.shards - 1) * segment.shard_size
+            replicas = ranks // (segment.spread * segment.shards)
             if placement.params.sharded and is_floating(segment):
                 total["all_gather"] += share * sizes.param * use.whole
             if not segment.trainable:

@@ -107,6 +107,9 @@ def _experts_words(config: Config) -> str:
         f"experts: {moe.experts} in each of {moe.num_blocks(config.model.layers)} blocks, "
         f"{moe.num_choices} for a token ({moe.kind})"
     )
+    if moe.expert_parallel > 1:
+        words += f", {moe.experts // moe.expert_parallel} of them on each of "
+        words += f"{moe.expert_parallel} ranks"
     if moe.kind == "expert_choice":
         words += "; they choose by the whole batch, so the loss of a token knows later ones"
     return words

@@ -11,26 +11,43 @@ from torch import Tensor
 from zeroexp.comm import Group
 from zeroexp.comm.notes import exchange_notes
 from zeroexp.errors import RankMismatch
-from zeroexp.layout import ParamSpec
+from zeroexp.layout import ParamSpec, Share
 
 
-def compare_parameters(control: Group, specs: Sequence[ParamSpec]) -> None:
+def compare_parameters(
+    control: Group, specs: Sequence[ParamSpec], shares: Mapping[str, Share]
+) -> None:
     """Raise :class:`RankMismatch` on every rank when parameters differ in name, shape, dtype,
-    order, group, or in whether they are trained (collective)."""
-    _compare(control, {spec.name: _of_parameter(spec) for spec in specs})
+    order, group, or in whether they are trained (collective). ``shares``: by name, of those that
+    have another one on other ranks."""
+    _compare(control, {_called(s.name, shares): _of_parameter(s, shares) for s in specs})
 
 
-def compare_buffers(control: Group, buffers: Mapping[str, Tensor]) -> None:
+def compare_buffers(
+    control: Group, buffers: Mapping[str, Tensor], shares: Mapping[str, Share]
+) -> None:
     """The same for buffers."""
     _compare(
-        control, {n: f"buffer of shape {tuple(b.shape)}, {b.dtype}" for n, b in buffers.items()}
+        control,
+        {
+            _called(n, shares): f"buffer of shape {tuple(b.shape)}, {b.dtype}"
+            for n, b in buffers.items()
+        },
     )
 
 
-def _of_parameter(spec: ParamSpec) -> str:
+def _called(name: str, shares: Mapping[str, Share]) -> str:
+    """What it is called on the rank that has the first share."""
+    return shares[name].name(name, 0) if name in shares else name
+
+
+def _of_parameter(spec: ParamSpec, shares: Mapping[str, Share]) -> str:
     use = f"optimizer group {spec.group}" if spec.trainable else "not trained"
-    tied = f", tied to {', '.join(spec.aliases)}" if spec.aliases else ""
-    return f"shape {spec.shape}, {spec.dtype}, {use}{tied}"
+    share = shares.get(spec.name)
+    names = [share.name(n, 0) for n in spec.aliases] if share else spec.aliases
+    tied = f", tied to {', '.join(names)}" if names else ""
+    spread = f", over {spec.spread} ranks" if spec.spread > 1 else ""
+    return f"shape {spec.shape}, {spec.dtype}, {use}{tied}{spread}"
 
 
 def _compare(control: Group, mine: Mapping[str, str]) -> None:
