@@ -48,6 +48,8 @@ def test_a_small_llama_in_a_pipe(ranks):
 def test_the_layers_are_the_decoders_forward(family, attention, padded):
     """Masks by layer, rotary tables, scales and soft caps are the family's own: bit for bit, and
     within 1e-12 where torch chooses the attention's kernel."""
+    if (family, attention) == ("gemma2", "sdpa"):
+        pytest.skip("sdpa cannot cap the attention's scores")
     model = decoder(family, attention=attention)
     logits, grads = differences(model, batch_of(4, 1, padded=padded))
     assert logits <= (0 if attention == "eager" else 1e-12)
@@ -58,7 +60,7 @@ def test_the_layers_are_the_decoders_forward(family, attention, padded):
 def test_masks_and_positions_reach_every_layer():
     """Left padding with positions that start behind it, packed sequences, and a mask of the
     user's own: none is without effect, all are the decoder's."""
-    model = decoder(attention="eager")
+    model = decoder()
     plain = batch_of(2, 2)
     left = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * LENGTH])
     packed = torch.tensor([[0, 1, 2, 0, 1, 2, 3], list(range(LENGTH))])
@@ -73,7 +75,8 @@ def test_masks_and_positions_reach_every_layer():
         without = along_the_chain(model, plain["input_ids"])
         for batch in batches:
             found = along_the_chain(model, batch)
-            assert torch.equal(found, model(**batch, use_cache=False).logits)
+            wanted = model(**batch, use_cache=False).logits
+            assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
             assert not torch.allclose(found, without)
 
 
