@@ -73,7 +73,7 @@ class PipelinedDecoder(nn.Module):
     def pipeline_layers(self) -> list[tuple[str, nn.Module]]:
         """Embedding, decoder layers, norm and head: together :meth:`forward`."""
         run = _Run(self.decoder, self._backbone)
-        backbone: Any = run.backbone
+        backbone = run.backbone
         last = len(backbone.layers) - 1
         return [
             ("embed_tokens", _Embed(run, backbone.embed_tokens)),
@@ -82,7 +82,7 @@ class PipelinedDecoder(nn.Module):
                 for index, layer in enumerate(backbone.layers)
             ),
             ("norm", backbone.norm),
-            ("lm_head", _Head(run, self.decoder.lm_head)),
+            ("lm_head", _Head(run, self.decoder.get_submodule("lm_head"))),
         ]
 
 
@@ -150,7 +150,7 @@ class _Run:
         self._known: _Known | None = None
 
     @property
-    def backbone(self) -> nn.Module:
+    def backbone(self) -> Any:
         return self._decoder.get_submodule(self._name)
 
     def enter(self, tokens_BL: Tensor, carried: dict[str, Tensor]) -> Tensor:
@@ -240,7 +240,7 @@ def _shell(
     *,
     children: Mapping[str, nn.Module] | None = None,
     forward: Callable[..., Any] | None = None,
-) -> Any:
+) -> nn.Module:
     """``module`` once more, all of it shared, but with other ``children`` or another ``forward``,
     and without hooks."""
     shell = type(module).__new__(type(module))
