@@ -253,7 +253,9 @@ class PipeEngine(Engine):
         pipe, what = self.world.pipe, "whole gradient of a parameter"
         name = self.model.name_of(param)
         held = self.model.place.get(id(param))
-        steps = [s for s, stepper in enumerate(self.steppers) if held and held[1] in stepper.segments]
+        steps = [
+            s for s, stepper in enumerate(self.steppers) if held and held[1] in stepper.segments
+        ]
         source = self.model.holders(name)[0]
         number = exchange_notes(pipe, steps, what)[source]
         if not number:

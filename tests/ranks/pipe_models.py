@@ -5,6 +5,7 @@ A batch is a list of micro-batches ``(input, target)``, those of data rank 0 fir
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +63,7 @@ def words(logits: Tensor, targets: Tensor) -> Tensor:
 
 def linear(*widths: int, seed: int = 0) -> list[nn.Module]:
     torch.manual_seed(seed)
-    return [nn.Linear(a, b).double() for a, b in zip(widths, widths[1:], strict=False)]
+    return [nn.Linear(a, b).double() for a, b in itertools.pairwise(widths)]
 
 
 def mlp() -> nn.Module:
@@ -251,7 +252,11 @@ class Unpacks(nn.Module):
 
     def forward(self, given: Any) -> Tensor:
         y, nothing, mask = given["x"]
-        assert nothing is None and given["n"][1:] == [3, 2.5, True, "s"] and given["empty"].numel() == 0
+        assert (
+            nothing is None
+            and given["n"][1:] == [3, 2.5, True, "s"]
+            and given["empty"].numel() == 0
+        )
         assert torch.equal(given[1], torch.arange(2)) and mask.dtype == torch.bool
         left = given["halves"]["left"]
         y = y * mask + given["same"] * 0.5 + F.pad(left, (0, y.shape[1] - left.shape[1]))

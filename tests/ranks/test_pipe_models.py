@@ -28,7 +28,10 @@ def check(trials: Sequence[Trial], results: Sequence[Sequence[dict[str, Any]]]) 
             assert gap(each["whole"], found[0]["whole"]) == 0, trial
             assert gap(each["whole"], weights) <= EXACT, trial
             assert each["norms"] == pytest.approx(norms, abs=EXACT), trial
-        mean = [sum(v) / data_ranks for v in zip(*(f["losses"] for f in found[:data_ranks]), strict=True)]
+        mean = [
+            sum(v) / data_ranks
+            for v in zip(*(f["losses"] for f in found[:data_ranks]), strict=True)
+        ]
         assert mean == pytest.approx(losses, abs=EXACT), trial
 
 

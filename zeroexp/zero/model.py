@@ -102,8 +102,7 @@ class ShardedModel:
         self._refuse_renormalizing()
         tensors = {**self.params, **self.elsewhere}
         return [
-            self._spec(first, tensors[first], others, groups)
-            for first, *others in names.values()
+            self._spec(first, tensors[first], others, groups) for first, *others in names.values()
         ]
 
     def _spec(

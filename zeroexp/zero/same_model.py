@@ -62,9 +62,7 @@ def _difference(group: Group, mine: Mapping[str, str]) -> str | None:
     names = [n for n in (*ours, *theirs) if ours.get(n) != theirs.get(n)]
     if names:
         name = names[0]
-        difference = (
-            f"rank {first} has {_said(name, ours)}; rank {other} has {_said(name, theirs)}"
-        )
+        difference = f"rank {first} has {_said(name, ours)}; rank {other} has {_said(name, theirs)}"
     else:
         difference = f"rank {first} and rank {other} have the same names in another order"
     return (

@@ -75,7 +75,7 @@ def layers_of(model: nn.Module) -> list[NamedLayer]:
                 "pipeline would leave out. Give it a method pipeline_layers() that returns (name, "
                 "module) pairs in order, each module taking what the one before returns"
             )
-        layers = list(model._modules.items())  # type: ignore[arg-type]  # used twice, there twice
+        layers = list(model._modules.items())  # used twice, there twice
     else:
         raise ModelError(
             f"{type(model).__name__} cannot be cut into stages: it is no nn.Sequential and offers "
@@ -137,8 +137,6 @@ def split(
             names[name] = in_model.get(id(parameter), name)
             if not users[id(parameter)] <= set(held):
                 tied[names[name]] = parameter
-        stages.append(
-            Stage(index, module, names=names, recompute=recompute, context=context)
-        )
+        stages.append(Stage(index, module, names=names, recompute=recompute, context=context))
         stages[-1].refuse_if_empty()
     return Split(tuple(stages), tied)
