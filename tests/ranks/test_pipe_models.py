@@ -88,7 +88,7 @@ def test_every_model_at_every_stage(ranks: Callable[[int], Any], stages: int, st
 
 @pytest.mark.full
 @pytest.mark.parametrize("keys", [
-    {"zero_unit": "model"}, {"zero_unit": "leaf"}, {"zero_prefetch": 0}, {"offload_optim": "cpu"},
+    {"zero_unit": "model"}, {"zero_unit": "leaf"}, {"offload_optim": "cpu"},
     {"offload_optim": "nvme", "offload_params": "nvme"}, {"offload_params": "cpu"},
     {"offload_optim": "cpu", "offload_fraction": 0.5},
 ], ids=str)  # fmt: skip
