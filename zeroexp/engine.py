@@ -84,7 +84,7 @@ class Engine:
         self.config = config.resolved()
         self.module = module
         self.optimizers = _as_list(optimizers)
-        self.device = torch.device(device) if device is not None else _device_of(module)
+        self.device = torch.device(device) if device is not None else device_of(module)
         self.ledger = Ledger()
         self.policy = Policy.from_config(self.config)
         zero = self.config.zero
@@ -641,5 +641,6 @@ def _as_list(optimizers: Optimizer | Sequence[Optimizer] | None) -> list[Optimiz
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
 
-def _device_of(module: nn.Module) -> torch.device:
+def device_of(module: nn.Module) -> torch.device:
+    """Where its parameters are."""
     return next((p.device for p in module.parameters()), torch.device("cpu"))

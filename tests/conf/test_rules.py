@@ -521,6 +521,18 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"pipeline.virtual": 3},
     ),
     (
+        {**F1B1, "zero.stage": 3, "zero.prefetch": 2},
+        "zero.prefetch",
+        "2 does nothing in a pipeline. Leave it out",
+        {"zero.prefetch": 1},
+    ),
+    (
+        {**F1B1, "zero.stage": 3, "zero.reshard_after_forward": "false"},
+        "zero.reshard_after_forward",
+        "false does nothing in a pipeline. Leave it out",
+        {"zero.reshard_after_forward": "true"},
+    ),
+    (
         {**F1B1, "moe.kind": "top2"},
         "moe.kind",
         "top2 in a pipeline",

@@ -95,7 +95,7 @@ class Boundary:
                 self._early.refuse_late([self._reducer.units[i] for i in agreement.late])
             self._reducer.flush([self._reducer.units[i] for i in agreement.late])
             agreement = self._agree(stepper)
-        if key not in self._summed and self._sum_copies(stepper):
+        if key not in self._summed and self._sum_copies(stepper, agreement):
             self._summed.add(key)
             agreement = self._agree(stepper)
         agreement = over_the_pipe(self._world, agreement)
@@ -103,7 +103,7 @@ class Boundary:
         self.grad_norm = self.grad_norm_clipped = self._norm_of([stepper])
         return agreement
 
-    def _sum_copies(self, stepper: Stepper) -> bool:
+    def _sum_copies(self, stepper: Stepper, agreement: Agreement) -> bool:
         """Sum the gradients of replicas, and those of tied weights; whether there are any."""
         replicas = [s for s in stepper.segments if s.sharing.replicas.size > 1]
         for segment in replicas:
@@ -113,8 +113,10 @@ class Boundary:
                     here, tag=segment.tag, what="all-reduce over the replicas"
                 ).wait()
                 owned.copy_(here)
-        tied = self._ties is not None and self._ties.sum_gradients(stepper.segments)
-        return bool(replicas) or tied
+        if self._ties is None:
+            return bool(replicas)
+        touched = [any(slots) for slots in agreement.touched]
+        return self._ties.sum_gradients(stepper.segments, touched) or bool(replicas)
 
     def _agree(self, stepper: Stepper) -> Agreement:
         orders = [*self._residency.orders.values(), self._reducer.order]

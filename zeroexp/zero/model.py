@@ -57,9 +57,10 @@ class ShardedModel:
         """Whether the parameters were sharded before: the whole model may not fit."""
         self.shares = shares_of(module)
         """Which share this rank has, by ``id`` of the parameters and buffers that are spread."""
-        self.specs = self._collect(groups)
-        control, shards = around.world.control, around.world.sharing().gather.size
-        compare_parameters(control, self.specs, self._shares_by_name())
+        specs = self._collect(groups)
+        compare_parameters(around.world, specs, self._shares_by_name(), part)
+        self.specs = [spec for spec in specs if spec.name in self.params]
+        shards = around.world.sharing().gather.size
         self.layout: Layout = make_layout(self.specs, cut=cut, shards=shards)
         self.units: list[UnitState] = []
         self.place: dict[int, tuple[UnitState, SegmentState, int]] = {}
@@ -97,46 +98,49 @@ class ShardedModel:
         return owners, list(guards.values())
 
     def _collect(self, groups: Mapping[int, int]) -> list[ParamSpec]:
+        """What all parts are made of, in the module's order."""
         names: dict[int, list[str]] = {}
         for name, param in raw_parameters(self.module):
             names.setdefault(id(param), []).append(name)
             if len(names[id(param)]) == 1:
                 here = self.part is None or self.part.holds(name)
                 (self.params if here else self.elsewhere)[name] = param
-        specs = []
         self._refuse_renormalizing()
-        for name, param in self.params.items():
-            if is_lazy(param):
-                raise ModelError(
-                    f"parameter {name} has no shape yet (a lazy module). Run one forward with a "
-                    "batch before you build the engine and the optimizer."
-                )
-            if param.is_meta:
-                raise ModelError(
-                    f"parameter {name} is on the meta device: it has no values. Build the model "
-                    "inside "
-                    "zeroexp.sharded_init(config), which needs no more memory."
-                )
-            group = groups.get(id(param), -1)
-            if param.is_complex() and group >= 0:
-                raise ModelError(
-                    f"parameter {name} is complex ({param.dtype}), and gradients here are real. "
-                    "Make it a real parameter with a last dimension of 2 and use "
-                    "torch.view_as_complex(parameter) in forward()."
-                )
-            specs.append(
-                ParamSpec(
-                    name,
-                    tuple(param.shape),
-                    str(self.around.policy.storage_dtype(param.dtype)).removeprefix("torch."),
-                    trainable=param.requires_grad and group >= 0,
-                    aliases=tuple(names[id(param)][1:]),
-                    group=group,
-                    tied=self.part is not None and self.part.is_tied(name),
-                    spread=self.shares[id(param)].count if id(param) in self.shares else 1,
-                )
+        tensors = {**self.params, **self.elsewhere}
+        return [
+            self._spec(first, tensors[first], others, groups) for first, *others in names.values()
+        ]
+
+    def _spec(
+        self, name: str, param: nn.Parameter, aliases: Sequence[str], groups: Mapping[int, int]
+    ) -> ParamSpec:
+        if is_lazy(param):
+            raise ModelError(
+                f"parameter {name} has no shape yet (a lazy module). Run one forward with a batch "
+                "before you build the engine and the optimizer."
             )
-        return specs
+        if param.is_meta and name in self.params:
+            raise ModelError(
+                f"parameter {name} is on the meta device: it has no values. Build the model "
+                "inside zeroexp.sharded_init(config), which needs no more memory."
+            )
+        group = groups.get(id(param), -1)
+        if param.is_complex() and group >= 0:
+            raise ModelError(
+                f"parameter {name} is complex ({param.dtype}), and gradients here are real. "
+                "Make it a real parameter with a last dimension of 2 and use "
+                "torch.view_as_complex(parameter) in forward()."
+            )
+        return ParamSpec(
+            name,
+            tuple(param.shape),
+            str(self.around.policy.storage_dtype(param.dtype)).removeprefix("torch."),
+            trainable=param.requires_grad and group >= 0,
+            aliases=tuple(aliases),
+            group=group,
+            tied=self.part is not None and self.part.is_tied(name),
+            spread=self.shares[id(param)].count if id(param) in self.shares else 1,
+        )
 
     def _shares_by_name(self) -> dict[str, Share]:
         tensors = raw_tensors(self.module)
@@ -281,7 +285,10 @@ class ShardedModel:
         if not thawed:
             return []
         fresh: list[SegmentState] = []
-        for unit in {id(u): u for u, _, _ in (self.place[i] for i in thawed)}.values():
+        waiting = {id(self.place[i][0]) for i in thawed}
+        for unit in self.units:  # in one order on every rank: each takes part in what follows
+            if id(unit) not in waiting:
+                continue
             unit.release()
             segments = []
             for old in unit.segments:
@@ -340,6 +347,17 @@ class ShardedModel:
     def speaks_for(self, name: str, tensor: Tensor) -> bool:
         """The same, and no part before them holds it too."""
         return self.part is None or self.part.counts(self._first_name(name, tensor))
+
+    def name_of(self, param: nn.Parameter) -> str:
+        """Its first name. Raises :class:`ModelError` for a parameter of another module."""
+        name = self._first_name("", param)
+        if not name:
+            raise ModelError("this parameter does not belong to the engine's module")
+        return name
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """The places in the pipe that hold the parameter with this first name."""
+        return (0,) if self.part is None else self.part.holders[name]
 
     def _first_name(self, name: str, tensor: Tensor) -> str:
         if self._first_names is None:

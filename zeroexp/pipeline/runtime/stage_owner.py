@@ -33,8 +33,6 @@ class StageOwner:
         self._marked: list[int] = []
         self.ends_window = True
         """Whether a step follows the run that goes on."""
-        self.torn = False
-        """Whether a run failed, so that gradients are incomplete."""
 
     def unshard(self, stage: int) -> None:
         self._marked.append(stage)
@@ -62,13 +60,12 @@ class StageOwner:
         return self._backward_scope(last=last and self.ends_window, units=units)
 
     def failed(self) -> None:
-        self.torn = True
+        """Nothing yet: a peer may be gone, and the first error must not wait for it."""
 
     def tidy(self) -> None:
         """After a run that failed: nothing is marked any more."""
         for stage in list(self._marked):
             self.reshard(stage)
-        self.torn = False
 
     @contextmanager
     def all_whole(self) -> Iterator[None]:
