@@ -119,13 +119,14 @@ class PipeEngine(Engine):
         self.executor = Executor(
             schedule, stages, channel, loss=loss or _own_loss, owner=self.owner
         )
-        self._runs_per_step = config.trainer.accumulate_grad_batches
+        self.runs_per_step = config.trainer.accumulate_grad_batches
+        """Batches whose gradients make a step; the loss of each is divided by them."""
         self._runs = 0
         self._torn = False
         """Whether the last batch failed, so that gradients are incomplete."""
         self.zero_grad_comes_late = False
         """For a loop that calls ``zero_grad`` between forward and backward: it does nothing."""
-        self.accumulate = self._runs_per_step * self.micro_batches
+        self.accumulate = self.runs_per_step * self.micro_batches
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -165,7 +166,7 @@ class PipeEngine(Engine):
         self._recover()
         self._forward_begins()  # what was unfrozen moves, which it cannot while it is in use
         self._runs += 1
-        self.owner.ends_window = self._runs >= self._runs_per_step if last is None else last
+        self.owner.ends_window = self._runs >= self.runs_per_step if last is None else last
         if self.owner.ends_window:
             self._runs = 0
         self._torn = True
@@ -173,7 +174,7 @@ class PipeEngine(Engine):
             None if inputs is None else Mapped(inputs, self.cast),
             targets,
             weights=weights,
-            scale=self.loss_scale / self._runs_per_step,
+            scale=self.loss_scale / self.runs_per_step,
         )
         self._torn = False
         assert result.loss is not None  # for the type checker: a training run has one
