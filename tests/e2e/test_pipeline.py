@@ -1,5 +1,5 @@
-"""``python train.py pipeline=…``: the run, its figures beside the plan's, and the same again after a
-resume."""
+"""``python train.py pipeline=…``: the run, its figures beside the plan's, and the same again after
+a resume."""
 
 from __future__ import annotations
 

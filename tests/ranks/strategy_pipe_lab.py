@@ -135,9 +135,7 @@ def named(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
     return {"x": x, "y": y, "name": "made up"}
 
 
-def batches(
-    kind: str, count: int, seed: int = 1, *, readers: int | None = None
-) -> DataLoader[Any]:
+def batches(kind: str, count: int, seed: int = 1, *, readers: int | None = None) -> DataLoader[Any]:
     """``count`` global batches in order (Lightning's own sampler would shuffle them), dealt out to
     ``readers``: by default one for each pipe."""
     draw = torch.Generator().manual_seed(seed)

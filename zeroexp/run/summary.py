@@ -52,7 +52,7 @@ def largest_rank(by_rank: Mapping[str, Any]) -> str:
 
 
 def _pipeline(config: Config, plan: Forecast | None) -> str:
-    """``pipeline 1f1b: 4 ranks = pipe 2 x data 2, …, idle 11%`` (the plan's, where there is one)."""
+    """``pipeline 1f1b: 4 ranks = pipe 2 x data 2; …; idle 11.1% of a step as planned``."""
     pipeline, count = config.pipeline, config.num_micro_batches
     words = (
         f"pipeline {pipeline.schedule}: {config.ranks} ranks = pipe {pipeline.size} x data "
