@@ -39,7 +39,7 @@ def fingerprint(batch: Any) -> list[list[Any]]:
 
 def _checksum(tensor: torch.Tensor) -> int:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(flat.numpy())
+    return zlib.crc32(flat.numpy().data)
 
 
 def _shapes(note: list[list[Any]]) -> str:
