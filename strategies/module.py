@@ -40,6 +40,9 @@ class LanguageModule(pl.LightningModule):
         self.model: nn.Module | None = None
         self._val_sums = torch.zeros(2, dtype=torch.float64)  # summed loss, targets
         self._random: Tensor | None = None  # of the checkpoint that is resumed
+        if config.pipeline.is_on:  # what one micro-batch costs is measured with it
+            samples = config.micro_batch_size // config.num_micro_batches
+            self.example_input_array = torch.zeros(samples, config.data.seq_len, dtype=torch.int64)
 
     def configure_model(self) -> None:
         if self.model is None:

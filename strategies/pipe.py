@@ -53,6 +53,13 @@ def refuse_unpipeable(module: Any, ns: Namespace) -> None:
         )
 
 
+def sample_of(module: Any) -> Any:
+    """The model's input of one micro-batch, to measure layers with: the module's
+    ``example_input_array`` (a tuple of it, too); None where it has none."""
+    given = module.example_input_array
+    return given[0] if isinstance(given, tuple) and len(given) == 1 else given
+
+
 class _Reached(BaseException):
     """The step has come to the call of the model. No Exception: the user's ``except`` blocks are
     not for it."""

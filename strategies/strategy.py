@@ -30,7 +30,7 @@ from zeroexp.strategies.early import why_not_in_backward
 from zeroexp.strategies.faults import Meeting, Sigterm
 from zeroexp.strategies.optimization import Optimization, ZeroGrad, refuse_closures
 from zeroexp.strategies.options import build_config
-from zeroexp.strategies.pipe import PipedSteps, refuse_unpipeable
+from zeroexp.strategies.pipe import PipedSteps, refuse_unpipeable, sample_of
 from zeroexp.strategies.precision import (
     PrecisionBehaviour,
     precision_class,
@@ -289,6 +289,7 @@ class ZeroBehaviour(Ranks, Steps, State):
             optimizers,
             self.config,
             loss=self._piped.loss,
+            sample=sample_of(self.lightning_module),
             context=context,
             device=self.root_device,
             clip=None,

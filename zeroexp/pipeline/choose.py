@@ -149,7 +149,7 @@ def choose(
 
 def _allowed(recipe: Recipe, max_virtual: int) -> range:
     low, high = recipe.virtual
-    return range(low, max(low, min(high or max_virtual, max_virtual)) + 1)
+    return range(low, min(high or max_virtual, max_virtual) + 1)
 
 
 def _known(
