@@ -80,6 +80,19 @@ def _offload(arguments: argparse.Namespace, argv: list[str]) -> None:
         _say("\n".join([*offload_result.rows(found), "", *table.target_rows(verdicts)]))
 
 
+def _moe(arguments: argparse.Namespace, argv: list[str]) -> None:
+    from benchmarks import moe, moe_result
+
+    if not arguments.no_install:
+        peer_env.make()
+    result = provenance("moe", argv)
+    for so_far in moe.measure(arguments.rounds, arguments.steps, _say):
+        _write(Path(arguments.out) / "moe.json", result | so_far)
+        timings = Timings(so_far)
+    verdicts = moe_result.targets(timings)
+    _say("\n".join([*moe_result.rows(timings), "", *table.target_rows(verdicts)]))
+
+
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     # An end by SIGTERM unwinds like Ctrl-C, so that the processes of all modes end too.
@@ -126,6 +139,14 @@ def main(argv: list[str] | None = None) -> None:
     io.add_argument("--dir", default=str(ROOT / "build"), help="folder on the disk to measure")
     io.add_argument("--out", default=str(RESULTS))
 
+    layers = commands.add_parser("moe", help="the MoE layer beside DeepSpeed's and a dense one")
+    layers.add_argument("--rounds", type=int, default=7)
+    layers.add_argument("--steps", type=int, default=3, help="timed passes a round")
+    layers.add_argument(
+        "--no-install", action="store_true", help="do not make the peers' environment"
+    )
+    layers.add_argument("--out", default=str(RESULTS))
+
     commands.add_parser("peers", help="make the environment of the peers that need one")
 
     page = commands.add_parser("table", help="write docs/benchmarks.md and README's table")
@@ -138,6 +159,8 @@ def main(argv: list[str] | None = None) -> None:
         _train(arguments, argv)
     elif arguments.command == "offload":
         _offload(arguments, argv)
+    elif arguments.command == "moe":
+        _moe(arguments, argv)
     elif arguments.command == "kernel":
         from benchmarks import kernel as adamw
 

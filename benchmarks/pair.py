@@ -1,4 +1,4 @@
-"""The processes of one mode, one a rank, seen from the harness: start, ask, stop."""
+"""Processes, one a rank, seen from the harness: start, ask, stop."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from benchmarks import peer_env
 from benchmarks.machine import ROOT
-from benchmarks.modes import Mode
 
 
 class PairFailed(Exception):
@@ -22,20 +22,28 @@ class PairFailed(Exception):
 
 
 class Pair:
-    """``world_size`` workers of one mode and work.
+    """``world_size`` processes ``python -m COMMAND RANK WORLD_SIZE STORE_FILE FOLDER REPLY_FD``, of
+    the ``interpreter`` that :mod:`benchmarks.modes` tells of.
 
-    What they keep on disk lies below ``disk`` and goes with them. ``launched`` is the monotonic
-    time just before the first process was started; the clock is the system's, so workers' times can
-    be compared with it.
+    What they keep on disk lies in FOLDER below ``disk`` and goes with them. ``launched`` is the
+    monotonic time just before the first process was started; the clock is the system's, so workers'
+    times can be compared with it.
     """
 
-    def __init__(self, work: str, mode: Mode, world_size: int, threads: int, *, disk: Path) -> None:
-        self.mode = mode
+    def __init__(
+        self,
+        command: Sequence[str],
+        interpreter: str,
+        world_size: int,
+        threads: int,
+        *,
+        disk: Path,
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="zeroexp-bench-")
         folder = Path(self._folder.name)
         disk.mkdir(parents=True, exist_ok=True)
         self._disk = tempfile.TemporaryDirectory(prefix="zeroexp-bench-", dir=disk)
-        python = str(peer_env.PYTHON) if mode.interpreter == "peers" else sys.executable
+        python = str(peer_env.PYTHON) if interpreter == "peers" else sys.executable
         self._processes: list[subprocess.Popen[str]] = []
         self._replies: list[IO[str]] = []
         self._logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
@@ -49,13 +57,12 @@ class Pair:
                 "OMP_NUM_THREADS": str(threads),
                 "MKL_NUM_THREADS": str(threads),
                 "GLOO_SOCKET_IFNAME": "lo",
-                **(peer_env.variables() if mode.interpreter == "peers" else {}),
+                **(peer_env.variables() if interpreter == "peers" else {}),
             }
             environment.pop("PYTHONPATH", None)
             read_fd, write_fd = os.pipe()
             arguments = [
-                work,
-                mode.name,
+                *command,
                 str(rank),
                 str(world_size),
                 str(folder / "store"),
@@ -65,7 +72,7 @@ class Pair:
             with self._logs[rank].open("w") as log:
                 try:
                     process = subprocess.Popen(
-                        [python, "-m", "benchmarks.worker", *arguments],
+                        [python, "-m", *arguments],
                         cwd=ROOT,
                         env=environment,
                         stdin=subprocess.PIPE,
@@ -78,7 +85,7 @@ class Pair:
                     os.close(read_fd)
                     self.close()
                     raise PairFailed(
-                        f"cannot start {mode.interpreter} interpreter: {error.strerror}"
+                        f"cannot start {interpreter} interpreter: {error.strerror}"
                     ) from error
                 finally:
                     os.close(write_fd)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import offload_result, targets
+from benchmarks import moe_result, offload_result, targets
 from benchmarks.modes import MODES
 from benchmarks.offload_result import OffloadResult
 from benchmarks.summary import LOSS_TOLERANCE, Spread, WorkResult
@@ -61,6 +61,23 @@ TITLES = {
     "startup": "Launch to first step",
     "compose": "Command to answer",
     "io": "File engine",
+    "moe": "Mixture of experts",
+}
+
+ROWS = {"moe": moe_result.rows}
+"""Tables that are not plain lists of timings."""
+
+NOTES = {
+    "moe": """\
+Forward and backward of one layer in float32, on the same weights and batches, the slower rank;
+gradients are fresh in every pass. Experts are MLPs from 256 channels to 1024 (GELU) and back,
+spread over all ranks, of one thread each. Unless a capacity is named nothing is dropped. The dense
+layer is as wide as the experts of one token together, and exchanges nothing. DeepSpeed draws
+nothing at random (`use_rts` and `top2_2nd_expert_sampling` off), its other defaults are kept.
+**to X**: the median over the rounds of the ratio within a round. **difference**: the largest
+relative one of the norms of the output and of all gradients; with a capacity, of the number of
+tokens that have an output.
+"""
 }
 
 # The mode of a peer that does what this mode does.
@@ -196,9 +213,10 @@ def timing_section(file: Mapping[str, Any]) -> list[str]:
         "",
         origin(file),
         "",
+        *([NOTES[file["kind"]]] if file["kind"] in NOTES else []),
         *whats,
         "",
-        *timings.rows(),
+        *(ROWS[file["kind"]](timings) if file["kind"] in ROWS else timings.rows()),
         "",
     ]
 
@@ -258,6 +276,7 @@ def all_targets(
         *targets.startup(timings.get("startup")),
         *targets.compose(timings.get("compose")),
         *targets.file_engine(timings.get("io")),
+        *moe_result.targets(timings.get("moe")),
     ]
 
 

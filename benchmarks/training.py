@@ -90,7 +90,11 @@ class Entry:
     def _launch(self) -> tuple[Pair, list[dict[str, Any]]]:
         settings = self.settings
         self.pair = Pair(
-            self.work, self.mode, settings.world_size, settings.threads, disk=self.disk
+            ["benchmarks.worker", self.work, self.mode.name],
+            self.mode.interpreter,
+            settings.world_size,
+            settings.threads,
+            disk=self.disk,
         )
         return self.pair, self.pair.ask("steps", count=1, timeout=1800.0)  # a peer may compile here
 

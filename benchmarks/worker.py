@@ -1,10 +1,7 @@
 """One rank of one mode: a process that lives through a whole run and takes steps when it is told
 to.
 
-The harness writes one JSON command a line to standard input and reads one JSON reply a line from
-the descriptor given as the last argument (standard output belongs to the libraries, some of which
-print). Between commands the process blocks in ``read``, so that of all modes only one is active at
-a time.
+Commands come and replies go as :mod:`benchmarks.rank` says.
 
     python -m benchmarks.worker WORK MODE RANK WORLD_SIZE STORE_FILE FOLDER REPLY_FD
 
@@ -15,13 +12,9 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
-import os
 import sys
 import time
-import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -36,6 +29,7 @@ from benchmarks.memory import (
 )
 from benchmarks.modes import mode_named
 from benchmarks.peer import Peer, fused_adamw
+from benchmarks.rank import join, serve, versions
 from benchmarks.work import WORKS, Work
 
 
@@ -132,43 +126,16 @@ class Worker:
             "steps": self.steps,
             "memory": self.memory,
             "reset_peak": self.reset_peak,
-            "versions": self.versions,
+            "versions": versions,
         }
         action = actions[command.pop("do")]
         return action(**command)
 
-    def versions(self) -> dict[str, Any]:
-        found = {"python": sys.version.split()[0], "torch": torch.__version__}
-        if "deepspeed" in sys.modules:
-            found["deepspeed"] = sys.modules["deepspeed"].__version__
-        return found
-
 
 def main(argv: list[str]) -> None:
     work, mode, rank, world, store, folder, reply_fd = argv
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    warnings.simplefilter(
-        "ignore", FutureWarning
-    )  # torch 2.13 renames collectives that peers still call
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=int(rank),
-        world_size=int(world),
-        timeout=timedelta(seconds=600),
-    )
-    worker = Worker(WORKS[work], mode, int(rank), folder)
-    with os.fdopen(int(reply_fd), "w") as replies:
-        for line in sys.stdin:
-            command = json.loads(line)
-            if command["do"] == "quit":
-                break
-            replies.write(json.dumps(worker.answer(command)) + "\n")
-            replies.flush()
-    # The interpreter's own teardown of some peers hangs or crashes after the results are in;
-    # nothing is left to save.
-    sys.stdout.flush()
-    os._exit(0)
+    join(int(rank), int(world), store)
+    serve(int(reply_fd), Worker(WORKS[work], mode, int(rank), folder).answer)
 
 
 if __name__ == "__main__":

@@ -14,25 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroexp.config.nearest import nearest
 from zeroexp.errors import ConfigError, ModelError, Problem
+from zeroexp.moe.activations import ACTIVATIONS
 from zeroexp.moe.draws import draw_key
-from zeroexp.moe.segments import Activation, activated_linear, grouped_linear
-
-
-def _swiglu(up: Tensor, gate: Tensor) -> Tensor:
-    return F.silu(gate) * up
-
-
-_ACTIVATIONS: dict[str, Activation] = {
-    "gelu": F.gelu,
-    "relu": F.relu,
-    "silu": F.silu,
-    "swiglu": _swiglu,
-}
+from zeroexp.moe.segments import Linear, grouped_mlp
 
 
 @dataclass(frozen=True)
@@ -54,8 +42,8 @@ class MLP:
         if self.hidden < 1:
             problem = f"hidden width {self.hidden}."
             found.append(Problem("expert", problem, "use 1 or more, e.g. 4 * d_model"))
-        if self.activation not in _ACTIVATIONS:
-            close = nearest(self.activation, _ACTIVATIONS) or list(_ACTIVATIONS)
+        if self.activation not in ACTIVATIONS:
+            close = nearest(self.activation, ACTIVATIONS) or list(ACTIVATIONS)
             problem = f"activation {self.activation!r} is not known."
             found.append(Problem("expert", problem, f"use {' or '.join(close)}"))
         if self.std is not None and not all(std >= 0 for std in self.std):
@@ -163,11 +151,11 @@ class GroupedExperts(Experts):
                         )
 
     def forward(self, rows_AC: Tensor, counts_E: Tensor, where: str) -> Tensor:
-        pre = [grouped_linear(rows_AC, counts_E, self.up, self.up_bias)]
+        into = [Linear(self.up, self.up_bias)]
         if self.gate is not None:
-            pre.append(grouped_linear(rows_AC, counts_E, self.gate, self.gate_bias))
-        activation = _ACTIVATIONS[self.activation]
-        return activated_linear(pre, activation, counts_E, self.down, self.down_bias)
+            into.append(Linear(self.gate, self.gate_bias))
+        activation = ACTIVATIONS[self.activation]
+        return grouped_mlp(rows_AC, counts_E, into, activation, Linear(self.down, self.down_bias))
 
     def expert_parameters(self) -> Iterator[ExpertParameter]:
         for name, parameter in self.named_parameters():
