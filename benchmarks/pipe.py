@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from statistics import mean, median
 from typing import Any
 
@@ -118,6 +119,10 @@ def measure(
     small = {name: System(v, TINY) for name, v in VARIANTS.items() if CPU in v.times}
     versions: dict[str, str] = {}
     try:
+        everything = [*systems.items(), *small.items()]
+        with ThreadPoolExecutor(len(everything)) as pool:
+            for name, reason in pool.map(_started, everything):
+                say(f"{name}: {reason or 'started'}")
         for index in range(rounds):
             turn = index % len(systems)
             order = [*systems][turn:] + [*systems][:turn]
@@ -149,6 +154,13 @@ def measure(
     finally:
         for system in (*systems.values(), *small.values()):
             system.close()
+
+
+def _started(entry: tuple[str, System]) -> tuple[str, str | None]:
+    """Its name, and why it does not run."""
+    name, system = entry
+    system.ask("passes", count=1)
+    return name, system.reason
 
 
 def _milliseconds(replies: Replies) -> float:

@@ -76,7 +76,7 @@ def loss_difference(timings: Timings, case: str, variant: str) -> float | None:
     if variant not in losses or SINGLE not in losses:
         return None
     pairs = zip(losses[variant], losses[SINGLE], strict=False)
-    return max(abs(a - b) / abs(b) for a, b in pairs)
+    return max(float(abs(a - b) / abs(b)) for a, b in pairs)
 
 
 def rows(timings: Timings) -> list[str]:

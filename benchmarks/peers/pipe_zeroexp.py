@@ -29,7 +29,9 @@ class Stamped:
         return getattr(self._owner, name)
 
     @contextmanager
-    def _stamped(self, kind: Kind, stage: int, inner: AbstractContextManager[Any]) -> Iterator[None]:
+    def _stamped(
+        self, kind: Kind, stage: int, inner: AbstractContextManager[Any]
+    ) -> Iterator[None]:
         with inner:
             begin = time.monotonic()
             yield

@@ -27,7 +27,8 @@ class StageOwner:
         forward_scope: Scope,
         backward_scope: Scope,
     ) -> None:
-        self._model, self._residency, self._stages = model, residency, list(stages)
+        self._residency = residency
+        self._units = {stage.index: _units_of(stage, model) for stage in stages}
         self._forward_scope, self._backward_scope = forward_scope, backward_scope
         self._marked: list[int] = []
         self.ends_window = True
@@ -35,21 +36,13 @@ class StageOwner:
         self.torn = False
         """Whether a run failed, so that gradients are incomplete."""
 
-    def _units(self, index: int) -> list[UnitState]:
-        """The units that a stage uses, in the model's order (some may be shared by two)."""
-        stage = next(s for s in self._stages if s.index == index)
-        own = {id(p) for p in stage.module.parameters()}
-        return [
-            u for u in self._model.units if any(id(p) in own for s in u.segments for p in s.params)
-        ]
-
     def unshard(self, stage: int) -> None:
         self._marked.append(stage)
-        self._residency.unshard(self._units(stage))
+        self._residency.unshard(self._units[stage])
 
     def reshard(self, stage: int) -> None:
         self._marked.remove(stage)
-        self._residency.reshard(self._units(stage))
+        self._residency.reshard(self._units[stage])
 
     def reduce_grads(self, stage: int) -> None:
         """Nothing: the last backward of a stage reduces as its gradients arrive."""
@@ -62,7 +55,7 @@ class StageOwner:
     ) -> AbstractContextManager[Any]:
         if kind is Kind.BACKWARD_INPUT:
             return nullcontext()
-        units = self._units(stage)
+        units = self._units[stage]
         if kind is Kind.BACKWARD_WEIGHT:  # it begins anywhere inside units, past their outputs
             for unit in units:
                 self._residency.need(unit)
@@ -83,9 +76,15 @@ class StageOwner:
         if not self._residency.gathers:
             yield
             return
-        held = [stage.index for stage in self._stages]
+        held = list(self._units)
         for stage in held:
             self.unshard(stage)
         yield  # after an exception the ranks no longer agree: tidy() ends what is open
         for stage in held:
             self.reshard(stage)
+
+
+def _units_of(stage: Stage, model: ShardedModel) -> list[UnitState]:
+    """The units that a stage uses, in the model's order (some may be shared by two)."""
+    own = {id(p) for p in stage.module.parameters()}
+    return [u for u in model.units if any(id(p) in own for s in u.segments for p in s.params)]
