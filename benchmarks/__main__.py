@@ -98,8 +98,13 @@ def _pipe(arguments: argparse.Namespace, argv: list[str]) -> None:
 
     if not arguments.no_install:
         peer_env.make()
+    names = arguments.only.split(",") if arguments.only else list(pipe_result.VARIANTS)
+    unknown = [name for name in names if name not in pipe_result.VARIANTS]
+    if unknown:
+        known = ", ".join(pipe_result.VARIANTS)
+        raise SystemExit(f"unknown systems {', '.join(unknown)}; there are {known}")
     result = provenance("pipe", argv)
-    for so_far in pipe.measure(arguments.rounds, arguments.steps, _say):
+    for so_far in pipe.measure(arguments.rounds, arguments.steps, _say, names):
         _write(Path(arguments.out) / "pipe.json", result | so_far)
         timings = Timings(so_far)
     verdicts = pipe_result.targets(timings)
@@ -154,6 +159,7 @@ def main(argv: list[str] | None = None) -> None:
 
     layers = commands.add_parser("moe", help="the MoE layer beside DeepSpeed's and a dense one")
     stages = commands.add_parser("pipe", help="the pipeline beside torch's and DeepSpeed's")
+    stages.add_argument("--only", help="comma-separated systems by the names in the table")
     for parts in (layers, stages):
         parts.add_argument("--rounds", type=int, default=7)
         parts.add_argument("--steps", type=int, default=3, help="timed passes a round")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from statistics import mean, median
 from typing import Any
@@ -100,11 +100,16 @@ class Case:
 
 
 def measure(
-    rounds: int, steps: int, say: Callable[[str], None], work: PipeWork | None = None
+    rounds: int,
+    steps: int,
+    say: Callable[[str], None],
+    names: Sequence[str] = tuple(VARIANTS),
+    work: PipeWork | None = None,
 ) -> Iterator[dict[str, Any]]:
     """After each round yields what a result file says so far: ``steps`` timed passes and steps of
-    every variant a round, after one that is not timed."""
+    every variant in ``names`` a round, after one that is not timed."""
     work = work or PipeWork()
+    variants = {name: VARIANTS[name] for name in names}
     passes = Case(PASSES, f"of {work.micro_batches} micro-batches, the slower rank", "ms")
     step = Case(STEP, "the same with AdamW, the slower rank", "ms")
     cpu = Case(
@@ -115,8 +120,8 @@ def measure(
     )
     span = Case(SPAN, "of zeroexp, from a barrier to the end of the last action", "ms")
     idle = Case(IDLE, "of both ranks' time in it", "%")
-    systems = {name: System(variant, work) for name, variant in VARIANTS.items()}
-    small = {name: System(v, TINY) for name, v in VARIANTS.items() if CPU in v.times}
+    systems = {name: System(variant, work) for name, variant in variants.items()}
+    small = {name: System(v, TINY) for name, v in variants.items() if CPU in v.times}
     versions: dict[str, str] = {}
     try:
         everything = [*systems.items(), *small.items()]
@@ -128,7 +133,7 @@ def measure(
             order = [*systems][turn:] + [*systems][:turn]
             for case, do in ((passes, "passes"), (step, "steps")):
                 for name in order:
-                    if case.name not in VARIANTS[name].times:
+                    if case.name not in variants[name].times:
                         continue
                     replies = systems[name].ask(do, count=1 + steps)
                     if replies is None:
@@ -145,7 +150,8 @@ def measure(
                 else:
                     cpu.add(name, value)
                     say(f"round {index + 1}, {cpu.name}: {name} {value:.0f} us")
-            _bubble(systems[OURS], work, steps, span, idle)
+            if OURS in systems:
+                _bubble(systems[OURS], work, steps, span, idle)
             yield {
                 "cases": [case.data() for case in (passes, step, cpu, span, idle)],
                 "versions": versions,

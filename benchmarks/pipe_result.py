@@ -41,7 +41,7 @@ layers apart: the two ranks share the processor's caches and memory.
 PASSES, STEP, CPU = "forward and backward", "step", "executor's processor time"
 SPAN, IDLE = "forward and backward of 1F1B", "idle share of 1F1B"
 
-SINGLE, OURS = "one process, no pipeline", "zeroexp 1F1B"
+SINGLE, OURS = "one process", "zeroexp 1F1B"
 TORCH, DEEPSPEED = "torch 1F1B", "DeepSpeed 1F1B"
 MEASURED = "measured"
 BY_LAYERS = "simulated, each layer's cost measured apart"

@@ -127,7 +127,7 @@ def test_all_take_turns_and_a_peer_that_is_not_there_is_missing(
 ) -> None:
     monkeypatch.setattr(pipe, "TINY", SMALL)
     said: list[str] = []
-    *_, result = pipe.measure(2, 1, said.append, PipeWork(**{**vars(SMALL), "layers": 6}))
+    *_, result = pipe.measure(2, 1, said.append, work=PipeWork(**{**vars(SMALL), "layers": 6}))
     timings = Timings(result)
     missing = {
         (case["name"], name): found
