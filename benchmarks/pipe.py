@@ -37,6 +37,9 @@ from zeroexp.pipeline.simulate import simulate
 TINY = PipeWork(vocab=64, context=16, dim=16, layers=6, heads=1, samples=1, length=8)
 """Layers that take next to nothing."""
 
+COMPARED = 3
+"""Steps whose losses must agree."""
+
 Replies = list[dict[str, Any]]
 
 
@@ -49,6 +52,8 @@ class System:
         self._pair: Pair | None = None
         self.reason: str | None = None
         self.versions: dict[str, str] = {}
+        self.losses: list[float] = []
+        """Of its first steps, which are those of every other system too."""
         if variant.interpreter == "peers" and not peer_env.exists():
             self.reason = "no environment for it: python -m benchmarks peers"
 
@@ -140,7 +145,7 @@ def measure(
                         case.samples[name] = systems[name].reason
                         continue
                     case.add(name, _milliseconds(replies))
-                    case.losses.setdefault(name, replies[-1]["losses"])
+                    case.losses[name] = systems[name].losses
                     versions |= systems[name].versions
                     say(f"round {index + 1}, {case.name}: {name} {case.samples[name][-1]:.1f} ms")
             for name, system in small.items():
@@ -165,7 +170,9 @@ def measure(
 def _started(entry: tuple[str, System]) -> tuple[str, str | None]:
     """Its name, and why it does not run."""
     name, system = entry
-    system.ask("passes", count=1)
+    replies = system.ask("passes", count=COMPARED)
+    if replies is not None:
+        system.losses = replies[-1]["losses"]
     return name, system.reason
 
 
