@@ -26,16 +26,19 @@ class Variant:
 NOTE = """\
 The GPT of gpt10 in two stages of four layers (embedding and three blocks; three blocks, and norm
 with head) on two ranks of one thread, 8 micro-batches of 2 x 128 tokens, float32, no clipping. All
-use torch's `AdamW(fused=True)`, are cut at the same layer and get the same batches; a pass is timed
-from a barrier, without the optimizer, a step from the end of the one before. DeepSpeed's engine
+use torch's `AdamW(fused=True)`, are cut at the same layer and get the same batches. A pass is timed
+from a barrier, without the optimizer; a step from the end of the one before. DeepSpeed's engine
 makes a step as one call, so it has no row for its passes; its defaults are kept but for clipping.
 torch's pipeline is not asked for the outputs. **loss**: largest relative difference of the first
 losses to those of one process. An action is a forward or a backward with the transfer that follows
-it; its processor time counts all threads, so those of gloo too. The bubble is simulated for costs
-taken in the same round: of every layer measured apart while the other rank does the same, and of
-the actions as they ran. What the second leaves to the measured time is transfers and the executor;
-what lies between the two simulations is that an action in the pipe takes longer or shorter than its
-layers apart: the two ranks share the processor's caches and memory.
+it; its processor time counts all threads, so those of gloo too.
+
+The bubble of 1F1B with m micro-batches in two equal stages is 1 / (m + 1), 11.1% here; what is
+idle beyond that is the imbalance of the stages, of which the last also has head and loss. It is
+simulated for costs taken in the same round. What the actions' own times leave to the measured time
+is transfers, the executor, and that actions of one kind do not all take equally long. What lies
+between the two simulations is that an action in the pipe does not take what its layers take one by
+one: other caches, another rank beside it that computes something else at that moment.
 """
 
 PASSES, STEP, CPU = "forward and backward", "step", "executor's processor time"

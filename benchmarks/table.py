@@ -78,7 +78,8 @@ nothing at random (`use_rts` and `top2_2nd_expert_sampling` off), its other defa
 **to X**: the median over the rounds of the ratio within a round. **difference**: the largest
 relative one of the norms of the output and of all gradients; with a capacity, of the number of
 tokens that have an output.
-"""
+""",
+    "pipe": pipe_result.NOTE,
 }
 
 # The mode of a peer that does what this mode does.
