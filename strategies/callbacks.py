@@ -21,13 +21,19 @@ _SWA_HOOKS = ("on_train_epoch_start", "on_train_end")
 _AVERAGING_HOOKS = ("on_train_end", "on_validation_epoch_start", "on_validation_epoch_end")
 
 
-def refuse_unsupported(trainer: Any, ns: Namespace) -> None:
-    """Raise :class:`ModelError` for a callback that cannot work on sharded parameters."""
+def refuse_unsupported(trainer: Any, ns: Namespace, *, piped: bool = False) -> None:
+    """Raise :class:`ModelError` for a callback that cannot work on sharded parameters, or on those
+    of a pipeline (``piped``), which no rank has together."""
     for callback in trainer.callbacks:
         if isinstance(callback, ns.ModelPruning):
             raise ModelError(
                 f"{type(callback).__name__} replaces parameters of the model, which ZeroStrategy"
                 " cannot follow: prune before fit (torch.nn.utils.prune) and remove the callback"
+            )
+        if piped and _averages(callback, ns):
+            raise ModelError(
+                f"{type(callback).__name__} averages the whole model, which no rank of a pipeline"
+                " has: average checkpoints afterwards, or train without a pipeline"
             )
 
 

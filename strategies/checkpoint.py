@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 import itertools
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from zeroexp.errors import CheckpointError
 from zeroexp.strategies.compat import Namespace
+from zeroexp.zero.shares import shares_of
 
 
 def _safe_types() -> list[Any]:
@@ -155,13 +156,32 @@ def _is_placeholder(parameter: Tensor) -> bool:
     return parameter.numel() > 1 and all(stride == 0 for stride in parameter.stride())
 
 
-def filtered(whole: dict[str, Tensor], own: Mapping[str, Any]) -> dict[str, Any]:
+def filtered(
+    whole: dict[str, Tensor], own: Mapping[str, Any], names: Sequence[Sequence[str]]
+) -> dict[str, Any]:
     """What a ``LightningModule.state_dict`` of the user's own returns, with the engine's values.
 
-    ``own`` decides which keys there are and in which order; where ``whole`` has the key, its fp32
-    tensor is taken.
+    ``own`` decides which keys there are and in which order, followed by those of experts that only
+    other ranks have (``names``, by rank); where ``whole`` has the key, its fp32 tensor is taken.
     """
-    return {key: whole.get(key, value) for key, value in own.items()}
+    theirs = {n: whole[n] for names_of in names for n in names_of if n in whole and n not in own}
+    return {key: whole.get(key, value) for key, value in own.items()} | theirs
+
+
+def has_shares(module: nn.Module) -> bool:
+    """Whether a rank has some of the experts only."""
+    return bool(shares_of(module))
+
+
+def refuse_shares(module: nn.Module) -> None:
+    """Raise :class:`CheckpointError` for a module whose experts lie on several ranks, which nothing
+    connects any more."""
+    if has_shares(module):
+        raise CheckpointError(
+            "the experts of this module lie on several ranks (expert parallelism), and the run "
+            "that connected them is over: save while it goes on (a ModelCheckpoint, "
+            "trainer.save_checkpoint in on_train_end)"
+        )
 
 
 def write(

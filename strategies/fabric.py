@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp.config import Config
-from zeroexp.errors import CheckpointError, ModelError, OptimizerError
+from zeroexp.errors import CheckpointError, ConfigError, ModelError, OptimizerError, Problem
 from zeroexp.strategies import checkpoint as files
 from zeroexp.strategies.compat import Namespace, namespace
 from zeroexp.strategies.optimization import (
@@ -37,6 +37,14 @@ from zeroexp.strategies.ranks import Ranks
 
 if TYPE_CHECKING:
     from zeroexp.engine import Engine
+
+
+_NO_PIPELINE = Problem(
+    "pipeline.schedule",
+    "does not work with Fabric: model(batch) and fabric.backward(loss) are calls of the loop, and a"
+    " pipeline runs both together.",
+    "Use the Trainer with ZeroStrategy, or zeroexp.pipe_engine.PipeEngine in a loop of your own",
+)
 
 
 class FabricFormats(Formats):
@@ -73,6 +81,7 @@ class FabricBehaviour(Ranks):
         *,
         config: Config | Mapping[str, Any] | str | PathLike[str] | None = None,
         offload: str | Mapping[str, Any] | None = None,
+        pipeline: str | Mapping[str, Any] | None = None,
         timeout: float | None = None,
         process_group_backend: str | None = None,
         start_method: str = "popen",
@@ -83,7 +92,9 @@ class FabricBehaviour(Ranks):
         precision: Any = None,
         **zero: Any,
     ) -> None:
-        asked = build_config(config, {"stage": stage, **zero}, offload, timeout)
+        asked = build_config(config, {"stage": stage, **zero}, offload, timeout, pipeline)
+        if asked.pipeline.is_on:
+            raise ConfigError([_NO_PIPELINE])
         self.init_ranks(asked, process_group_backend, start_method)
         self.config = asked
         self.optimization = Optimization()
@@ -245,6 +256,7 @@ class FabricBehaviour(Ranks):
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         if self.optimization.is_set_up and module is self.engine.module:
             return self.engine.state_dict()
+        files.refuse_shares(module)
         return module.state_dict() if self.is_global_zero else {}
 
     def load_module_state_dict(

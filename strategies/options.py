@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from zeroexp.config import Config, load
+from zeroexp.config.sections import PipelineConfig
 from zeroexp.errors import ConfigError, Problem
 
 # Sections of a configuration that a strategy reads, and where the others belong.
@@ -52,13 +54,26 @@ def _foreign(mapping: Mapping[str, Any]) -> list[Problem]:
     return problems
 
 
+def _on_one_pipe(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``mapping`` with as many ranks as its pipeline needs at least: how many there are is known
+    when Lightning has started them (:func:`on_ranks`)."""
+    section = mapping.get("pipeline")
+    asked = dict(section) if isinstance(section, Mapping) else {}
+    asked |= {key[9:]: what for key, what in mapping.items() if str(key).startswith("pipeline.")}
+    stages = asked.get("stages")
+    if asked.get("schedule", "none") == "none" or not isinstance(stages, (int, NoneType)):
+        return mapping
+    size = PipelineConfig(schedule=str(asked["schedule"]), stages=stages).size
+    return {**mapping, "trainer.devices": size} if size > 1 else mapping
+
+
 def _read(config: Config | Mapping[str, Any] | str | PathLike[str]) -> Config:
     if isinstance(config, Config):
         return config
     if isinstance(config, Mapping):
         if problems := _foreign(config):
             raise ConfigError(problems)
-        return Config.from_mapping(config)
+        return Config.from_mapping(_on_one_pipe(config))
     path = Path(config)
     if not path.exists():
         raise FileNotFoundError(
@@ -100,7 +115,7 @@ def build_config(
     if timeout is not None:
         given["launch.timeout"] = timeout
     if config is None:
-        return Config.from_mapping(given)
+        return Config.from_mapping(_on_one_pipe(given))
     base = _read(config)
     twice = [key for key in given if key != "launch.timeout"]
     if twice:
@@ -122,7 +137,8 @@ def on_ranks(config: Config, accelerator: str, devices: int, num_nodes: int) -> 
     placed: dict[str, Any] = {
         "trainer": {"accelerator": accelerator, "devices": devices, "num_nodes": num_nodes}
     }
-    if config.ranks != devices * num_nodes:
+    batch_is_given = config.data.batch_size is not None or config.data.micro_batch_size is not None
+    if config.ranks != devices * num_nodes or not batch_is_given:
         pipeline = config.pipeline
         parts = pipeline.micro_batches or pipeline.num_micro_batches(MOST_SAMPLES)
         placed["data"] = {"batch_size": None, "micro_batch_size": parts}

@@ -8,18 +8,21 @@ logs there is logged on every rank of the pipe.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from zeroexp.comm.notes import exchange_notes
-from zeroexp.errors import ModelError
+from zeroexp.errors import ConfigError, ModelError
 from zeroexp.pipeline.runtime import Mapped, split_batch
 from zeroexp.pipeline.runtime.part import layered_in
+from zeroexp.strategies.compat import Namespace
+from zeroexp.strategies.micro_log import MicroLog, mean
+from zeroexp.strategies.same_batch import check_same_batch
 
 if TYPE_CHECKING:
     from zeroexp.pipe_engine import PipeEngine
@@ -29,11 +32,25 @@ Step = Callable[..., Any]
 WEIGHT = "pipeline_weight"
 """A method of the LightningModule: the weight of a micro-batch's loss in the mean of the batch."""
 
-_LOGGED = {
-    *("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "sync_dist", "batch_size"),
-    *("add_dataloader_idx", "rank_zero_only"),
-}
-"""What of the arguments of ``self.log`` the other ranks are told."""
+
+def refuse_unpipeable(module: Any, ns: Namespace) -> None:
+    """Raise :class:`ModelError` for what a LightningModule does itself and a pipeline cannot."""
+    if not module.automatic_optimization:
+        raise ModelError(
+            "automatic_optimization=False does not work with a pipeline: forward and backward "
+            "of its micro-batches run together, before training_step returns"
+        )
+    name = type(module).__name__
+    if ns.is_overridden("backward", module):
+        raise ModelError(
+            f"{name}.backward would not be called in a pipeline: forward and backward of its "
+            "micro-batches run together. Remove it, or train without a pipeline"
+        )
+    if type(module).state_dict is not nn.Module.state_dict:
+        raise ModelError(
+            f"{name}.state_dict does not work in a pipeline: no rank has all parameters. Change "
+            "checkpoint['state_dict'] in on_save_checkpoint instead"
+        )
 
 
 class _Reached(BaseException):
@@ -46,7 +63,8 @@ class _Reached(BaseException):
 
 class PipedSteps:
     """``module``'s steps, inside ``context()``; ``engine`` is set once it is built with
-    :meth:`loss`."""
+    :meth:`loss`. Until :meth:`end`, the model cannot be called outside of steps: no rank has all of
+    it."""
 
     engine: PipeEngine
 
@@ -55,20 +73,30 @@ class PipedSteps:
         self._context = context
         self._model: nn.Module = layered_in(module)
         self._outputs: dict[int, Any] = {}
-        self._log: list[tuple[str, float, dict[str, Any]]] = []
+        self._log = MicroLog(module)
+        self._compared: set[str] = set()
+        """Steps whose first batch was the same on all ranks of the pipe."""
+        self._model.__dict__["forward"] = self._outside
+
+    def end(self) -> None:
+        """The model is the user's again."""
+        self._model.__dict__.pop("forward", None)
 
     # ------------------------------------------------------------------ what Lightning calls
     def training(self, batch: Any, rest: Sequence[Any], *, last: bool) -> dict[str, Tensor]:
         """Forward and backward of ``batch``; the loss and the other numbers that ``training_step``
         returns, as means over the micro-batches, on every rank."""
-        count = self.engine.micro_batches
-        parts = split_batch(batch, count)
+        step = self._module.training_step
+        self._compare(step, batch)
+        parts = self._split(batch)
         weigh = getattr(self._module, WEIGHT, None)
         weights = None if weigh is None else [float(weigh(part)) for part in parts]
-        calls = self._calls(self._module.training_step, parts, rest)
-        with self._recording():
+        calls = self._calls(step, parts, rest)
+        # Lightning divides the loss that it is given by these, after the backward.
+        self.engine.runs_per_step = self._module.trainer.accumulate_grad_batches
+        with self._log.recording():
             loss = self.engine.train_micro_batches(calls[0], calls[1], weights=weights, last=last)
-        numbers = self._share(_numbers(self._outputs), weights or [1.0] * count)
+        numbers = self._share(_numbers(self._outputs), weights or [1.0] * len(parts))
         device = self.engine.device
         return {name: torch.tensor(value, device=device) for name, value in numbers.items()} | {
             "loss": torch.tensor(loss, device=device)
@@ -76,11 +104,24 @@ class PipedSteps:
 
     def evaluation(self, step: Step, batch: Any, rest: Sequence[Any]) -> Any:
         """One batch as one micro-batch; what ``step`` returns, on the last stage's ranks."""
+        self._compare(step, batch)
         inputs, calls = self._calls(step, [batch], rest)
-        with self._recording():
+        with self._log.recording():
             self.engine.evaluate_micro_batches(inputs, calls, count=1)
         self._share({}, [1.0])
         return self._outputs.get(0)
+
+    def _compare(self, step: Step, batch: Any) -> None:
+        if step.__name__ not in self._compared:
+            check_same_batch(batch, step.__name__, self.engine.world.pipe)
+            self._compared.add(step.__name__)
+
+    def _split(self, batch: Any) -> list[Any]:
+        try:
+            return split_batch(batch, self.engine.micro_batches)
+        except ConfigError as error:
+            hint = ". DataLoader(drop_last=True) leaves a shorter last batch out"
+            raise ConfigError([replace(p, fix=p.fix + hint) for p in error.problems]) from error
 
     # ------------------------------------------------------------------ at the ends of the pipe
     def _calls(
@@ -94,17 +135,13 @@ class PipedSteps:
         return Mapped(calls, self._input_of) if first else None, calls if last else None
 
     def _input_of(self, call: _Call) -> Any:
-        self._log, kept = [], self._log
-        try:
-            with self._context(), self._calling(_reach):
+        # What comes before the model's call is logged on the last stage.
+        with self._log.unheard(), self._context(), self._calling(_reach):
+            try:
                 call()
-        except _Reached as reached:
-            return reached.value
-        finally:
-            self._log = kept  # what comes before the model's call is logged on the last stage
-        raise ModelError(
-            f"{call.name} did not call {type(self._model).__name__}: the pipeline is where it does"
-        )
+            except _Reached as reached:
+                return reached.value
+        raise self._not_called(call)
 
     def loss(self, output: Any, call: _Call) -> Tensor:
         """The loss that the rest of a step makes of the model's ``output``."""
@@ -121,66 +158,53 @@ class PipedSteps:
 
         with self._calling(answer):
             result = self._outputs[call.number] = call()
+        if not used:
+            raise self._not_called(call)
         if not torch.is_grad_enabled():
             return torch.zeros(())
         loss = result.get("loss") if isinstance(result, Mapping) else result
-        if not isinstance(loss, Tensor):
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ModelError(
-                f"{call.name} returned {type(result).__name__}: return the loss, a tensor of one "
-                "number, or a dict that has it under 'loss'"
+                f"{call.name} returned a loss of {found}: return a tensor of one number, or a "
+                "dict that has it under 'loss'; to leave a batch out, a loss times 0"
             )
         return loss
 
     @contextmanager
     def _calling(self, instead: Step) -> Iterator[None]:
         """A call of the model is a call of ``instead``."""
+        before = self._model.__dict__["forward"]
         self._model.__dict__["forward"] = instead
         try:
             yield
         finally:
-            del self._model.__dict__["forward"]
+            self._model.__dict__["forward"] = before
 
-    # ------------------------------------------------------------------ what is logged
-    @contextmanager
-    def _recording(self) -> Iterator[None]:
-        self._log = []
-        self._module.__dict__["log"] = self._record
-        try:
-            yield
-        finally:
-            del self._module.__dict__["log"]
+    def _outside(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ModelError(
+            f"{type(self._model).__name__} is spread over the ranks of a pipeline: it is called in "
+            "training_step, validation_step, test_step and predict_step, nowhere else"
+        )
 
-    def _record(self, name: str, value: Any, **kwargs: Any) -> None:
-        if not isinstance(value, (int, float, Tensor)) or (
-            isinstance(value, Tensor) and value.numel() != 1
-        ):
-            raise ModelError(
-                f"self.log({name!r}, ...) of a {type(value).__name__}: in a pipeline only the last "
-                "stage has it, and only numbers can be brought to the other ranks. Log its value"
-            )
-        odd = [key for key, what in kwargs.items() if key not in _LOGGED or callable(what)]
-        if odd:
-            raise ModelError(f"self.log({name!r}, {odd[0]}=...) does not work in a pipeline")
-        self._log.append((name, float(value), kwargs))
+    def _not_called(self, call: _Call) -> ModelError:
+        return ModelError(
+            f"{call.name} did not call {type(self._model).__name__}: the pipeline is where it does"
+        )
 
+    # ------------------------------------------------------------------ on every rank
     def _share(
         self, numbers: Mapping[str, list[float]], weights: Sequence[float]
     ) -> dict[str, float]:
-        """Log on every rank of the pipe what was logged on the last stage, as means over the
-        micro-batches; the same of ``numbers``."""
-        logged: dict[str, tuple[list[float], dict[str, Any]]] = {}
-        for name, value, kwargs in self._log:
-            values, _ = logged.get(name, ([], {}))
-            logged[name] = ([*values, value], kwargs)
-        world = self.engine.world
+        """Log on every rank of the pipe what was logged on the last stage; the means of its
+        ``numbers``."""
         note = [
-            {name: [_mean(values, weights), kwargs] for name, (values, kwargs) in logged.items()},
-            {name: _mean(values, weights) for name, values in numbers.items()},
+            self._log.of_batch(weights),
+            {name: mean(values, weights) for name, values in numbers.items()},
         ]
-        notes = exchange_notes(world.pipe, note, "what the last stage logs")
-        found, means = notes[self.engine.last_place]
-        for name, (value, kwargs) in found.items():
-            self._module.log(name, value, **kwargs)
+        notes = exchange_notes(self.engine.world.pipe, note, "what the last stage logs")
+        logged, means = notes[self.engine.last_place]
+        self._log.tell(logged, len(notes))
         return {name: float(value) for name, value in means.items()}
 
 
@@ -214,9 +238,3 @@ def _numbers(outputs: Mapping[int, Any]) -> dict[str, list[float]]:
             if isinstance(value, Tensor) and value.numel() == 1 and key != "loss":
                 found.setdefault(str(key), []).append(float(value))
     return found
-
-
-def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    if len(values) != len(weights):  # not once per micro-batch
-        weights = [1.0] * len(values)
-    return math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from zeroexp.comm.notes import exchange_notes
 from zeroexp.errors import CheckpointError
 from zeroexp.strategies import checkpoint as files
 from zeroexp.strategies.compat import Namespace
@@ -88,6 +89,7 @@ class State:
         self._meet_after_exception()
         module = self.lightning_module
         if not self.optimization.is_set_up:
+            files.refuse_shares(module)
             if files.is_whole(module):
                 return module.state_dict() if self.is_global_zero else {}
             return files.collected(module, keep=self.is_global_zero)
@@ -96,9 +98,14 @@ class State:
             return whole
         from zeroexp import gathered
 
+        spread = files.has_shares(module)
         with gathered(module):
-            own = module.state_dict() if self.is_global_zero else {}
-        return files.filtered(whole, own)
+            own = module.state_dict() if self.is_global_zero or spread else {}
+        names: list[list[str]] = []
+        if spread:  # each rank has the names of its own experts
+            control = self.optimization.engine.world.control
+            names = exchange_notes(control, list(own), "names to save")
+        return files.filtered(whole, own if self.is_global_zero else {}, names)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """torch's form of the state, whole, on rank 0; ``{}`` elsewhere."""

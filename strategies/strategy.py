@@ -30,7 +30,7 @@ from zeroexp.strategies.early import why_not_in_backward
 from zeroexp.strategies.faults import Meeting, Sigterm
 from zeroexp.strategies.optimization import Optimization, ZeroGrad, refuse_closures
 from zeroexp.strategies.options import build_config
-from zeroexp.strategies.pipe import PipedSteps
+from zeroexp.strategies.pipe import PipedSteps, refuse_unpipeable
 from zeroexp.strategies.precision import (
     PrecisionBehaviour,
     precision_class,
@@ -225,7 +225,9 @@ class ZeroBehaviour(Ranks, Steps, State):
         """Shard the module and build the engine; for fit with the optimizers, else with none."""
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == self.ns.TrainerFn.FITTING
-        callbacks.refuse_unsupported(trainer, self.ns)
+        callbacks.refuse_unsupported(trainer, self.ns, piped=self.asked.pipeline.is_on)
+        if self.asked.pipeline.is_on:
+            refuse_unpipeable(self.lightning_module, self.ns)
         self.evaluate_under_no_grad(trainer)
         self._leave(gather=True)  # a run that ended without teardown
         if files.is_lost(self.model):
@@ -277,14 +279,10 @@ class ZeroBehaviour(Ranks, Steps, State):
         )
 
     def _make_pipe_engine(self, module: Any, optimizers: Any) -> Engine:
-        if not self.lightning_module.automatic_optimization:
-            raise ModelError(
-                "automatic_optimization=False does not work with a pipeline: forward and backward "
-                "of its micro-batches run together, before training_step returns"
-            )
         from zeroexp.pipe_engine import PipeEngine
 
         context = self.precision_plugin.forward_context
+        self._end_piped()
         self._piped = PipedSteps(self.lightning_module, context)
         engine = PipeEngine(
             module,
@@ -297,6 +295,11 @@ class ZeroBehaviour(Ranks, Steps, State):
         )
         self._piped.engine = engine
         return engine
+
+    def _end_piped(self) -> None:
+        if self._piped is not None:
+            self._piped.end()
+        self._piped = None
 
     def follow_optimizers(self) -> None:
         """Build the engine anew, with its state, where a callback added parameter groups.
@@ -398,10 +401,10 @@ class ZeroBehaviour(Ranks, Steps, State):
         for handle in self._input_hooks:
             handle.remove()
         self._input_hooks = []
+        self._end_piped()
         if not self.optimization.is_set_up:
             return
         engine = self.engine
-        self._piped = None
         self.optimization.take(None)
         if not gather:
             engine.close(collective=False)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroexp.checkpoint import directory, full
+from zeroexp.checkpoint import directory, full_model, full_optimizer
 from zeroexp.checkpoint.across import note_of_rank_0
 from zeroexp.comm import World
 from zeroexp.comm.pool import BufferPool
@@ -84,13 +84,13 @@ class Engine:
         self.config = config.resolved()
         self.module = module
         self.optimizers = _as_list(optimizers)
-        self.device = torch.device(device) if device is not None else _device_of(module)
+        self.device = torch.device(device) if device is not None else device_of(module)
         self.ledger = Ledger()
         self.policy = Policy.from_config(self.config)
         zero = self.config.zero
         shard_size = zero.shard_size if isinstance(zero.shard_size, int) else None
         if zero.shard_size == "node":
-            shard_size = self.config.trainer.devices
+            shard_size = self.config.node_data_ranks
         self.world = World.create(
             self.ledger,
             shard_size=shard_size,
@@ -98,6 +98,9 @@ class Engine:
             parts=part.count if part is not None else 1,
         )
         self.rank, self.world_size = self.world.rank, self.world.size
+        self._companions = companions(module)
+        for companion in self._companions:
+            companion.join(self.world)
         # An engine that is dropped without close() must not leave its threads behind.
         self._drop_threads = weakref.finalize(self, self.world.close)
         offload = self.config.offload
@@ -142,6 +145,7 @@ class Engine:
             stepper = Stepper(
                 self._bind(optimizer), self.model.trainable_segments, first, self._around
             )
+            stepper.refuse_cut(self.model.shares)
             self._take_over_state(stepper, left_behind)
             self.steppers.append(stepper)
         scale = self.config.precision.loss_scale
@@ -198,7 +202,6 @@ class Engine:
             self._backward.gradient_arrives,
         )
         self._attachment = Attachment(self.model, self.residency, hooks, root, self._forward_begins)
-        self._companions = companions(module)
         if self.rank == 0 and self.optimizers:
             for companion in self._companions:
                 for warning in companion.warnings(groups):
@@ -232,7 +235,7 @@ class Engine:
             given = type(optimizer).state_dict(optimizer)
         has_state = bool(given.get("state"))
         if note_of_rank_0(self.world, has_state, "take-over of optimizer state"):
-            full.load_optimizer_state(self.model, stepper, given)
+            full_optimizer.load_optimizer_state(self.model, stepper, given)
         optimizer.state.clear()
 
     def _units_with_gradients(self) -> list[UnitState]:
@@ -467,7 +470,7 @@ class Engine:
         elsewhere (collective)."""
         self._open_state()
         self._delayed.wait()
-        return full.model_state(self.model)
+        return full_model.model_state(self.model)
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Set parameters and buffers from rank 0's ``state`` (collective). Raises
@@ -476,21 +479,21 @@ class Engine:
         self._backward.end_failed_walk()
         self._boundary.give_up_begun()
         self._delayed.publish()
-        full.load_model_state(self.model, state, strict=strict)
+        full_model.load_model_state(self.model, state, strict=strict)
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state in torch's own format with whole tensors, on rank 0; empty
         elsewhere (collective)."""
         self._open_state()
         self._delayed.wait()
-        return full.optimizer_state(self.model, self._chosen(optimizer)[0])
+        return full_optimizer.optimizer_state(self.model, self._chosen(optimizer)[0])
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Set the optimizer's state from rank 0's ``state`` (collective). Raises
         :class:`CheckpointError`."""
         self._open_state()
         self._delayed.publish()
-        full.load_optimizer_state(self.model, self._chosen(optimizer)[0], state)
+        full_optimizer.load_optimizer_state(self.model, self._chosen(optimizer)[0], state)
 
     def offload_states(self, include: Iterable[str] | None = None, to: str = "cpu") -> None:
         """Free the memory of state that is not needed for a while: those kinds of ``params``,
@@ -606,7 +609,7 @@ class Engine:
                 unit.gather()
             unit.wait()
             unit.pins += 1
-        self.world.gather.settle()
+        self.world.settle()
         self.model.fetch_elsewhere()
         self.world.close()
 
@@ -617,7 +620,7 @@ class Engine:
             closed = world.closed
             world.open()
             try:
-                return full.optimizer_state(model, stepper, everywhere=everywhere)
+                return full_optimizer.optimizer_state(model, stepper, everywhere=everywhere)
             finally:
                 if closed:
                     world.close()
@@ -638,5 +641,6 @@ def _as_list(optimizers: Optimizer | Sequence[Optimizer] | None) -> list[Optimiz
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
 
-def _device_of(module: nn.Module) -> torch.device:
+def device_of(module: nn.Module) -> torch.device:
+    """Where its parameters are."""
     return next((p.device for p in module.parameters()), torch.device("cpu"))

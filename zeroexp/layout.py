@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zeroexp import units
@@ -40,13 +40,39 @@ ITEMSIZE: dict[str, int] = {
 
 
 @dataclass(frozen=True)
+class Share:
+    """Which of ``count`` equal shares a rank has of what is spread over as many ranks.
+
+    ``ends``: what its name ends in, one by one, where each has a name of its own. Empty: the
+    shares are slices of one tensor along dimension 0, which have its name.
+    """
+
+    count: int
+    index: int
+    ends: tuple[str, ...] = ()
+
+    def name(self, mine: str, index: int) -> str:
+        """The name of share ``index`` of what is called ``mine`` here."""
+        return self.prefix(mine) + self.ends[index] if self.ends else mine
+
+    def prefix(self, mine: str) -> str:
+        """What the names of all shares begin with."""
+        return mine.removesuffix(self.ends[self.index]) if self.ends else mine
+
+    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of what holds all shares of one name."""
+        return shape if self.ends else (self.count * shape[0], *shape[1:])
+
+
+@dataclass(frozen=True)
 class ParamSpec:
     """What the layout needs to know of one parameter.
 
     ``aliases`` are the further names of a tied parameter. ``group`` is the optimizer group it is
     stepped in (-1: none); parameters of different groups never share a segment, so each keeps its
     own hyperparameters. One that is ``tied`` to a copy in another stage of a pipeline has a segment
-    of its own, so that all copies are cut alike.
+    of its own, so that all copies are cut alike. ``spread``: the data-parallel ranks over which the
+    shares of it lie (experts of expert parallelism); 1: each rank has it.
     """
 
     name: str
@@ -56,10 +82,17 @@ class ParamSpec:
     aliases: tuple[str, ...] = ()
     group: int = 0
     tied: bool = False
+    spread: int = 1
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def of_rank(self) -> ParamSpec:
+        """What one rank has of a stacked parameter, of which this is the whole."""
+        if self.spread == 1:
+            return self
+        return replace(self, shape=(self.shape[0] // self.spread, *self.shape[1:]))
 
 
 @dataclass(frozen=True)
@@ -87,8 +120,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Segment:
-    """Parameters of one unit that share dtype, trainability and optimizer group: one flat
-    buffer."""
+    """Parameters of one unit that share dtype, trainability, optimizer group and spread: one flat
+    buffer. ``shards``: the ranks over which it is sharded, of those that hold it."""
 
     unit: str
     dtype: str
@@ -96,6 +129,7 @@ class Segment:
     group: int
     shards: int
     slots: tuple[Slot, ...]
+    spread: int = 1
 
     @cached_property
     def numel(self) -> int:
@@ -115,6 +149,10 @@ class Segment:
     @property
     def shard_size(self) -> int:
         return self.size // self.shards
+
+    def index_of(self, rank: int) -> int:
+        """The shard that data-parallel rank ``rank`` owns."""
+        return rank // self.spread % self.shards
 
     def bounds(self, index: int) -> tuple[int, int]:
         """Start and stop of shard ``index`` in elements of the segment."""
@@ -162,7 +200,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Layout:
-    """A model cut into units and segments over ``shards`` ranks."""
+    """What a rank has of a model, cut into units and segments over ``shards`` ranks."""
 
     units: tuple[Unit, ...]
     shards: int
@@ -198,29 +236,33 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def make_segment(specs: Sequence[ParamSpec], unit: str, shards: int) -> Segment:
-    """Lay ``specs`` (all of one dtype, trainability and group) into one buffer, in the given
-    order."""
+    """Lay ``specs`` (all of one dtype, trainability, group and spread) into one buffer, in the
+    given order. ``shards`` ranks hold a copy of the model."""
     slots, at = [], 0
     for spec in specs:
         slots.append(Slot(spec, at))
         at = _round_up(at + spec.numel, ALIGN)
     first = specs[0]
-    return Segment(unit, first.dtype, first.trainable, first.group, shards, tuple(slots))
+    # Ranks with the same share are one in ``spread``; what a rank has alone is cut no further.
+    own = max(1, shards // first.spread)
+    return Segment(unit, first.dtype, first.trainable, first.group, own, tuple(slots), first.spread)
 
 
 def make_unit(name: str, specs: Sequence[ParamSpec], shards: int) -> Unit:
     """Sort ``specs`` into segments, in order of first appearance."""
-    kinds: dict[tuple[str, bool, int, str], list[ParamSpec]] = {}
+    kinds: dict[tuple[str, bool, int, str, int], list[ParamSpec]] = {}
     for spec in specs:
         group, alone = spec.group if spec.trainable else -1, spec.name if spec.tied else ""
-        kinds.setdefault((spec.dtype, spec.trainable, group, alone), []).append(spec)
+        kind = (spec.dtype, spec.trainable, group, alone, spec.spread)
+        kinds.setdefault(kind, []).append(spec)
     return Unit(name, tuple(make_segment(group, name, shards) for group in kinds.values()))
 
 
 def make_layout(specs: Sequence[ParamSpec], *, cut: str, shards: int) -> Layout:
     """Cut ``specs`` (in the order of ``module.named_parameters()``) into a :class:`Layout`.
 
-    ``cut`` is ``zero.unit``; ``shards`` the size of the group over which state is sharded.
+    ``cut`` is ``zero.unit``; ``shards`` the size of the group over which state is sharded. Of what
+    is spread, ``specs`` have one rank's share.
     """
     by_unit: dict[str, list[ParamSpec]] = {}
     for spec in specs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, cast
@@ -11,27 +12,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroexp.comm.notes import exchange_notes
 from zeroexp.comm.ranks import with_ranks
 from zeroexp.config import Config
-from zeroexp.engine import Engine
+from zeroexp.engine import Engine, device_of
 from zeroexp.errors import ModelError, RankMismatch
-from zeroexp.pipeline.cut import cut
 from zeroexp.pipeline.residency import with_residency
 from zeroexp.pipeline.runtime import (
     Channel,
     Executor,
     Mapped,
+    Parts,
     Result,
     layers_of,
     split,
-    split_batch,
 )
+from zeroexp.pipeline.runtime.arrangement import Sampling, arrange
 from zeroexp.pipeline.runtime.part import layered_in, part_of
-from zeroexp.pipeline.runtime.split import layer_sizes
 from zeroexp.pipeline.runtime.stage_owner import StageOwner
 from zeroexp.pipeline.runtime.tree import tensors_of
-from zeroexp.pipeline.schedules import make_schedule
+from zeroexp.precision import Policy
 from zeroexp.zero.marked import MarkedResidency
+
+_LOG = logging.getLogger("zeroexp")
 
 Loss = Callable[[Any, Any], Tensor]
 """A micro-batch's mean loss from the model's output and its target."""
@@ -45,8 +48,10 @@ class PipeEngine(Engine):
     ``pipeline_layers()``; every rank builds all of it and keeps its own stages. Rank r of N holds
     place ``r // (N / stages)`` of the pipe. ``loss(output, target)`` gives a micro-batch's mean
     loss. ``recompute``: a stage keeps its input alone for backward and runs again there.
-    ``context()`` is entered around every forward of a stage, the loss included. Everything else is
-    :class:`Engine`'s; in the place of forward and backward there is :meth:`train_batch`.
+    ``context()`` is entered around every forward of a stage, the loss included. ``sample``: the
+    input of one micro-batch, with which rank 0 measures the layers where ``pipeline.schedule`` is
+    ``auto`` or ``pipeline.cut`` is ``time``. Everything else is :class:`Engine`'s; in the place of
+    forward and backward there is :meth:`train_batch`.
 
     Raises what :class:`Engine` raises, and :class:`ConfigError` where stages, schedule,
     micro-batches and layers do not fit.
@@ -61,6 +66,7 @@ class PipeEngine(Engine):
         loss: Loss | None = None,
         recompute: bool = False,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        sample: Any = None,
         device: torch.device | str | None = None,
         clip: float | str | None = "config",
     ) -> None:
@@ -76,10 +82,17 @@ class PipeEngine(Engine):
             )
         model = layered_in(module)
         layers = layers_of(model)
-        schedule = make_schedule(asked.schedule, asked.size, self.micro_batches, asked.virtual)
-        where = cut(layer_sizes(layers), schedule.num_stages, asked.cut)
+        where = torch.device(device) if device is not None else device_of(module)
+        sampling = Sampling(sample, context, where, _narrowing(config, module))
+        found = arrange(asked, self.micro_batches, layers, sampling)
+        schedule = found.schedule
+        self.reason = found.reason
+        """Why ``pipeline.schedule=auto`` took the schedule it took, and not the others."""
+        if rank == 0 and found.reason:
+            _LOG.info("pipeline.schedule=auto: %s", found.reason)
         place = rank // (size // asked.size)
-        stages = split(model, where, schedule.stages_of(place), recompute=recompute).stages
+        held = schedule.stages_of(place)
+        stages = split(model, found.where, held, recompute=recompute, context=context).stages
         super().__init__(
             module,
             optimizers,
@@ -88,7 +101,7 @@ class PipeEngine(Engine):
             divide_accumulation=False,
             clip=clip,
             steps_at_once="the stages of a pipeline are stepped together",
-            part=part_of(module, layers, where, schedule.rank_of, place),
+            part=part_of(module, layers, found.where, schedule.rank_of, place),
         )
         residency = cast(MarkedResidency, self.residency)
         if residency.gathers:
@@ -106,11 +119,14 @@ class PipeEngine(Engine):
         self.executor = Executor(
             schedule, stages, channel, loss=loss or _own_loss, owner=self.owner
         )
-        self._runs_per_step = config.trainer.accumulate_grad_batches
+        self.runs_per_step = config.trainer.accumulate_grad_batches
+        """Batches whose gradients make a step; the loss of each is divided by them."""
         self._runs = 0
+        self._torn = False
+        """Whether the last batch failed, so that gradients are incomplete."""
         self.zero_grad_comes_late = False
         """For a loop that calls ``zero_grad`` between forward and backward: it does nothing."""
-        self.accumulate = self._runs_per_step * self.micro_batches
+        self.accumulate = self.runs_per_step * self.micro_batches
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -133,7 +149,7 @@ class PipeEngine(Engine):
         pipe when a stage fails on any, :class:`ConfigError` for a batch that does not divide.
         """
         parts = [
-            None if value is None else split_batch(value, self.micro_batches)
+            None if value is None else Parts(value, self.micro_batches)
             for value in (inputs if self.is_first else None, targets if self.is_last else None)
         ]
         return self.train_micro_batches(*parts, weights=weights, last=last)
@@ -147,33 +163,45 @@ class PipeEngine(Engine):
         last: bool | None = None,
     ) -> float:
         """The same of micro-batches that the caller has cut."""
-        if self.owner.torn:
-            self.owner.tidy()
-            self.zero_grad()
-        self._forward_begins()  # before any stage is gathered
+        self._recover()
+        self._forward_begins()  # what was unfrozen moves, which it cannot while it is in use
         self._runs += 1
-        self.owner.ends_window = self._runs >= self._runs_per_step if last is None else last
+        self.owner.ends_window = self._runs >= self.runs_per_step if last is None else last
         if self.owner.ends_window:
             self._runs = 0
+        self._torn = True
         result = self.executor.run(
             None if inputs is None else Mapped(inputs, self.cast),
             targets,
             weights=weights,
-            scale=self.loss_scale / self._runs_per_step,
+            scale=self.loss_scale / self.runs_per_step,
         )
+        self._torn = False
         assert result.loss is not None  # for the type checker: a training run has one
         if self.is_last:
             self._window.saw_loss(torch.tensor(result.loss))
         return result.loss
 
+    def _recover(self) -> None:
+        """After a run that failed: no stage is in use, and gradients of a part of a batch are no
+        gradients."""
+        self.owner.tidy()
+        if self._torn:
+            self._torn = False
+            self._runs = 0
+            super().zero_grad()
+
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Result:
         """Forward of one batch of any size without gradients: with ``targets`` the mean loss on
-        every rank of the pipe, without them the outputs by micro-batch on the last stage's."""
-        batch = next(v for v in (inputs, targets) if v is not None)
-        samples = next(t.shape[0] for t in tensors_of(batch) if t.dim())
-        count = next(m for m in range(self.micro_batches, 0, -1) if samples % m == 0)
+        every rank of the pipe, without them the outputs by micro-batch on the last stage's. The
+        first stage needs the inputs, the last one the targets."""
+        sizes = {t.shape[0] for t in tensors_of(inputs) if t.dim()} if self.is_first else {0}
+        samples = self.executor.channel.exchange_notes(max(sizes, default=0), "size of a batch")
+        count = next(
+            m for m in range(self.micro_batches, 0, -1) if samples[self.first_place] % m == 0
+        )
         parts = [
-            None if value is None else split_batch(value, count)
+            None if value is None else Parts(value, count)
             for value in (inputs if self.is_first else None, targets if self.is_last else None)
         ]
         return self.evaluate_micro_batches(*parts, count=count)
@@ -182,6 +210,7 @@ class PipeEngine(Engine):
         self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None, *, count: int
     ) -> Result:
         """The same of ``count`` micro-batches that the caller has cut."""
+        self._recover()
         self._forward_begins()
         with self.owner.all_whole():
             return self.executor.evaluate(
@@ -189,6 +218,11 @@ class PipeEngine(Engine):
                 targets,
                 micro_batches=count,
             )
+
+    def step(self, optimizer: Optimizer | None = None) -> bool:
+        """See :meth:`Engine.step`. After a batch that failed there is nothing to step with: the
+        gradients of its window are dropped by the next one."""
+        return False if self._torn else super().step(optimizer)
 
     @property
     def is_first(self) -> bool:
@@ -201,13 +235,56 @@ class PipeEngine(Engine):
         return self.last_place == self.executor.rank
 
     @property
+    def first_place(self) -> int:
+        """The place in the pipe that holds the first stage."""
+        return self.executor.schedule.rank_of[0]
+
+    @property
     def last_place(self) -> int:
         """The place in the pipe that holds the last stage."""
         return self.executor.schedule.rank_of[-1]
 
     def zero_grad(self, optimizer: Optimizer | None = None) -> None:
         if not self.zero_grad_comes_late:
+            self._runs = 0
             super().zero_grad(optimizer)
+
+    def full_grad(self, param: nn.Parameter) -> Tensor | None:
+        """See :meth:`Engine.full_grad`; on every rank of the pipe, whichever holds ``param``."""
+        pipe, what = self.world.pipe, "whole gradient of a parameter"
+        name = self.model.name_of(param)
+        held = self.model.place.get(id(param))
+        steps = [
+            s for s, stepper in enumerate(self.steppers) if held and held[1] in stepper.segments
+        ]
+        source = self.model.holders(name)[0]
+        number = exchange_notes(pipe, steps, what)[source]
+        if not number:
+            return None
+        if held:
+            grad = super().full_grad(param)
+        else:
+            self._boundary.finish(self.steppers[number[0]])
+            grad = None
+        found = exchange_notes(pipe, grad is not None, what)[source]
+        if not found:
+            return None
+        if grad is None:
+            grad = torch.empty(param.shape, dtype=torch.float32, device=self.device)
+        grad = grad.contiguous()
+        pipe.broadcast(grad.view(-1), source=source, tag=0, what=what).wait()
+        return grad
+
+    def close(self, collective: bool = True, *, keep_sharded: bool = False) -> None:
+        if keep_sharded:
+            raise ModelError(
+                "close(keep_sharded=True) leaves a module that goes on working, and a stage of a "
+                "pipeline cannot do so alone: call close(), which makes the module whole on every "
+                "rank, or save a checkpoint and call close(collective=False)"
+            )
+        if collective and not self._closed:
+            self._recover()
+        super().close(collective)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ModelError(
@@ -221,3 +298,9 @@ class PipeEngine(Engine):
 
 def _own_loss(output: Any, target: Any) -> Tensor:
     raise ModelError("a pipeline needs its loss: PipeEngine(..., loss=lambda output, target: ...)")
+
+
+def _narrowing(config: Config, module: nn.Module) -> float:
+    """Bytes of an element of ``module`` in training over those that it has now."""
+    dtype = next((p.dtype for p in module.parameters()), torch.float32)
+    return Policy.from_config(config).storage_dtype(dtype).itemsize / dtype.itemsize

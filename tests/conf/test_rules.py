@@ -415,10 +415,17 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         for name, value in {"min_capacity": 8, "priority": "probs"}.items()
     ),
     (
-        {"moe.kind": "top2", "moe.expert_parallel": 2, "trainer.devices": 2},
+        {
+            "moe.kind": "top2",
+            "moe.experts": 6,
+            "moe.expert_parallel": 3,
+            "trainer.devices": 6,
+            "data.batch_size": 6,
+            "zero": {"stage": 3, "shard_size": 2},
+        },
         "moe.expert_parallel",
-        "arrives with expert parallelism. Use 1",
-        {"moe.expert_parallel": 1},
+        "3 and zero.shard_size=2: neither divides the other. Use 1 or 2, or a multiple of 2",
+        {"moe.expert_parallel": 2},
     ),
     *(
         (
@@ -512,6 +519,18 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         "pipeline.whole_stages",
         "3 of 2 stages per rank. Use at most pipeline.virtual, 2",
         {"pipeline.virtual": 3},
+    ),
+    (
+        {**F1B1, "zero.stage": 3, "zero.prefetch": 2},
+        "zero.prefetch",
+        "2 does nothing in a pipeline. Leave it out",
+        {"zero.prefetch": 1},
+    ),
+    (
+        {**F1B1, "zero.stage": 3, "zero.reshard_after_forward": "false"},
+        "zero.reshard_after_forward",
+        "false does nothing in a pipeline. Leave it out",
+        {"zero.reshard_after_forward": "true"},
     ),
     (
         {**F1B1, "moe.kind": "top2"},

@@ -63,3 +63,31 @@ def test_experts_train_under_stage_3_with_offload_and_resume_to_the_same_loss(
     resumed = json.loads((second / "result.json").read_text())
     assert resumed["loss_last"] == result["loss_last"]
     assert resumed["val_loss"] == result["val_loss"]
+
+
+@pytest.mark.full
+def test_experts_on_two_ranks_train_and_resume_on_all(train: Command) -> None:
+    words = [*TINY, "moe=top2", "moe.experts=8", "zero=stage3", "trainer.devices=2"]
+    spread = [*words, "moe.expert_parallel=2"]
+    done = train(*spread, "checkpoint=full", "checkpoint.every=2", "checkpoint.keep=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = train.runs()
+    result = json.loads((run / "result.json").read_text())
+    assert result["predicted"]["state_bytes"] == result["state_bytes"]
+    for rank, sent in result["comm_bytes_per_step"].items():
+        predicted = result["predicted"]["comm_bytes_per_step"][rank]
+        moved, even = sent.pop("all_to_all"), predicted.pop("all_to_all")
+        assert 0 < moved < 2 * even
+        del sent["control"]
+        assert predicted == sent
+
+    losses = [result["loss_last"]]
+    half = run / "checkpoints" / "step-00000002.ckpt"
+    for number, again in enumerate((spread, words)):
+        name = f"again{number}"
+        more = train(*again, f"checkpoint.resume={half}", f"name={name}")
+        assert more.returncode == 0, more.stdout + more.stderr
+        (second,) = train.runs(f"runs/{name}/*")
+        losses.append(json.loads((second / "result.json").read_text())["loss_last"])
+    assert losses[1] == losses[0]
+    assert losses[2] == pytest.approx(losses[0], rel=1e-6)

@@ -39,6 +39,7 @@ class Case:
     keys: dict[str, Any] = field(default_factory=dict)
     pipeline: dict[str, Any] = field(default_factory=dict)
     model: Callable[[torch.dtype], nn.Module] | None = None
+    loss: Callable[[Tensor, Tensor], Tensor] = F.mse_loss
 
     def build(self) -> nn.Module:
         if self.model is not None:
@@ -82,7 +83,7 @@ class Found:
 def train(case: Case) -> Found:
     model = case.build()
     engine = PipeEngine(
-        model, OPTIMIZERS[case.optimizer](model.parameters()), case.config(), loss=F.mse_loss
+        model, OPTIMIZERS[case.optimizer](model.parameters()), case.config(), loss=case.loss
     )
     data_ranks = world() // case.stages
     losses, norms, held = [], [], {}
@@ -119,7 +120,7 @@ def reference(case: Case, data_ranks: int) -> tuple[list[float], dict[str, Tenso
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
     losses = []
     for x, y in case.batches(data_ranks):
-        loss = F.mse_loss(model(x), y)
+        loss = case.loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         if case.keys.get("clip"):

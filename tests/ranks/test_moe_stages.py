@@ -1,6 +1,7 @@
 """Experts under ZeRO: the same weights at every stage and on every tier, and the bytes of each row.
 
-All experts are on every rank; to the engine their weights are parameters like others.
+All experts are on every rank, where nothing else is said; to the engine their weights are
+parameters like others.
 """
 
 from __future__ import annotations
@@ -149,3 +150,42 @@ def test_the_plan_is_what_happens(ranks, stage):
     for rank, (state, sent) in enumerate(ranks(RANKS)(what_happens, stage, keys)):
         assert state == plan.state_bytes[rank]
         assert sent == plan.comm_bytes_per_step[rank]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_plan_is_what_happens_with_experts_on_two_ranks(ranks, stage):
+    """To the byte, but for the tokens: how many leave a rank its gates decide. Of 12 experts of
+    each of 2 layers, 2 a token, half are elsewhere where all are even."""
+    keys = {**KINDS["biased"], "zero.stage": stage}
+    keys["moe"] = {**keys["moe"], "expert_parallel": 2}
+    keys["data.seq_len"] = 8
+    config = Config.from_mapping({**KEYS, **keys})
+    plan = predict(config, param_specs(config.model, config.moe))
+    tokens = 0
+    for rank, (state, sent) in enumerate(ranks(RANKS)(what_happens, stage, keys)):
+        wanted = dict(plan.comm_bytes_per_step[rank])
+        # 2 micro-batches, 2 layers, 16 tokens to 2 experts, 16 fp32 channels, 4 journeys
+        even = 2 * 2 * 16 * 2 * 16 * 4 * 4 // 2
+        assert wanted.pop("all_to_all") == even // 2  # the plan has 4 sequences, 2 micro-batches
+        tokens += sent.pop("all_to_all")
+        assert state == plan.state_bytes[rank]
+        assert sent == wanted
+    assert 0 < tokens < 2 * 2 * even
+
+
+@pytest.mark.parametrize("spread", [2, 4])
+def test_the_plan_of_hybrid_shards_is_what_happens(ranks, spread):
+    """A copy of the dense weights on 2 of 4 ranks; of experts on 2, or on all 4 of them."""
+    keys = {
+        **KINDS["top2"],
+        "zero.shard_size": 2,
+        "trainer": {**KEYS["trainer"], "devices": 4},
+    }
+    keys["moe"] = {**keys["moe"], "expert_parallel": spread}
+    config = Config.from_mapping({**KEYS, **keys, "zero.stage": 3})
+    plan = predict(config, param_specs(config.model, config.moe))
+    for rank, (state, sent) in enumerate(ranks(4)(what_happens, 3, keys)):
+        assert state == plan.state_bytes[rank]
+        wanted = plan.comm_bytes_per_step[rank]
+        assert wanted.pop("all_to_all") and sent.pop("all_to_all")
+        assert sent == wanted

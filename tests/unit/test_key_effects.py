@@ -293,7 +293,7 @@ EFFECTS: dict[str, Changes | Asserted] = {
     "moe.z_loss": Changes(gates, 0.5, TOPK),
     "moe.sequence_loss": Changes(gates, 0.5, TOPK),
     "moe.bias_rate": Changes(gates, 0.5, TOPK),
-    "moe.expert_parallel": Changes(message, 2, {**TOPK, "trainer.devices": 2}),
+    "moe.expert_parallel": Changes(plan, 2, {**TOPK, "trainer.devices": 2}),
     "precision.compute": Changes(plan, "bf16", FOUR),
     "precision.master": Changes(plan, "none", {**FOUR, "precision.compute": "bf16"}),
     "precision.reduce": Changes(plan, "bf16", {**FOUR, "precision.compute": "bf16"}),

@@ -39,7 +39,9 @@ class P2PGroup(Group):
     every process group a hundred times a second, so they are few.
     """
 
-    SPACES = 16
+    SPACES = 64
+    """A world takes two, and five for each number of ranks that experts are spread over; the last
+    are those of pipes."""
 
     def __init__(
         self,

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from zeroexp.comm.group import Group, SoloGroup
 from zeroexp.comm.native import NativeGroup
 from zeroexp.comm.p2p import P2PGroup
+from zeroexp.comm.sharing import Partition, Sharing, group_of, shared_ranks
 from zeroexp.errors import RankMismatch
 from zeroexp.ledger import Ledger
 
-_BETWEEN = 5
-"""Space of tags of groups within a pipe, behind those of the five that each engine has."""
+_BETWEEN = P2PGroup.SPACES - 4
+"""Space of tags of groups within a pipe, before those of the channel between its ranks."""
 
 
 @dataclass
@@ -25,13 +26,8 @@ class World:
 
     ``size`` data-parallel ranks, this one among them, train the same part of the model: all of it,
     unless it is spread over a pipe of ``parts`` ranks. Rank r of N holds part ``r // (N / parts)``,
-    so that neighbours reduce with each other.
-
-    ``gather`` and ``reduce`` hold the same ranks (those a replica is sharded over) on channels of
-    their own: the order of gathers and the order of reductions may then differ between ranks that
-    skip different modules. ``replicas`` are the ranks that hold the same shard (one rank, unless
-    ``zero.shard_size`` is smaller than the data-parallel size). ``control`` holds every
-    data-parallel rank, ``pipe`` the ranks that hold the other parts of the same replica.
+    so that neighbours reduce with each other. ``control`` holds every data-parallel rank, ``pipe``
+    the ranks that hold the other parts of the same replica.
     """
 
     rank: int
@@ -40,14 +36,13 @@ class World:
     shard_size: int | None
     timeout: float
     parts: int = 1
-    gather: Group = field(init=False)
-    reduce: Group = field(init=False)
-    replicas: Group = field(init=False)
     control: Group = field(init=False)
     pipe: Group = field(init=False)
     channel: dist.ProcessGroup | None = field(default=None, init=False)
     """What the groups are made of where one channel serves them all (gloo)."""
     closed: bool = field(default=True, init=False)
+    _sharings: dict[int, Sharing] = field(default_factory=dict, init=False)
+    _num_spaces: int = field(default=0, init=False)
 
     @classmethod
     def create(
@@ -96,24 +91,16 @@ class World:
                 f"the process group of the {total} ranks that hold this state was destroyed; save "
                 "or use it before torch.distributed.destroy_process_group()"
             )
-        shard = self.shard_size or size
         alike = [range(first, first + size) for first in range(0, total, size)]
-        shards = [tuple(part[k : k + shard]) for part in alike for k in range(0, size, shard)]
-        replicas = [tuple(part[k::shard]) for part in alike for k in range(shard)]
-        pipes = [tuple(range(k, total, size)) for k in range(size)]
-
-        partitions = [shards, shards, replicas, [tuple(part) for part in alike], pipes]
         if total > 1 and dist.get_backend() == "gloo":
             # Tags keep the groups apart, so one channel serves them all.
-            channel = self.channel = dist.new_group(timeout=timedelta(seconds=self.timeout))
-            groups = [
-                self._on_channel(partition, channel, space)
-                for space, partition in enumerate(partitions)
-            ]
-        else:
-            groups = [self._with_channels(partition) for partition in partitions]
-        self.gather, self.reduce, self.replicas, self.control, self.pipe = groups
+            self.channel = dist.new_group(timeout=timedelta(seconds=self.timeout))
+        self.control = self._group([tuple(part) for part in alike])
+        self.pipe = self._group([tuple(range(k, total, size)) for k in range(size)])
+        known, self._sharings = list(self._sharings), {}
         self.closed = False
+        for spread in known or [1]:
+            self.sharing(spread)
 
     def between(self, places: Sequence[int]) -> Group:
         """A group of the pipe's ranks ``places`` (this one among them, ascending)."""
@@ -128,16 +115,54 @@ class World:
         own = dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
         return NativeGroup(own, ranks, self.rank, self.ledger, self.timeout)
 
-    def _on_channel(
-        self, partition: Sequence[tuple[int, ...]], channel: dist.ProcessGroup, space: int
-    ) -> Group:
-        """This rank's group of a partition of the world."""
-        ranks = next(r for r in partition if self.rank in r)
-        if len(ranks) == 1:
-            return SoloGroup(self.rank, self.ledger)
-        return P2PGroup(channel, ranks, self.rank, self.ledger, self.timeout, space=space)
+    def sharing(self, spread: int = 1) -> Sharing:
+        """The groups for parameters that are spread over blocks of ``spread`` data-parallel ranks;
+        1: that every rank has. All ranks must ask for them the first time at the same point.
 
-    def _with_channels(self, partition: Sequence[tuple[int, ...]]) -> Group:
+        Raises :class:`RankMismatch` when ``spread`` does not fit the ranks.
+        """
+        if spread not in self._sharings:
+            size = self.size
+            alike = [range(first, first + size) for first in range(0, size * self.parts, size)]
+            cuts = [shared_ranks(part, self.shard_size or size, spread) for part in alike]
+            shards = [ranks for cut in cuts for ranks in cut.shards]
+            copy = max(self.shard_size or size, spread)
+            first = self.control.index // copy * copy
+            self._sharings[spread] = Sharing(
+                gather=self._group(shards),
+                reduce=self._group(shards),
+                replicas=self._group([ranks for cut in cuts for ranks in cut.replicas]),
+                members=self.control
+                if spread == 1
+                else self._group([ranks for cut in cuts for ranks in cut.members]),
+                block=self._group([ranks for cut in cuts for ranks in cut.blocks]),
+                counted=self.control.ranks[first : first + copy],
+            )
+        return self._sharings[spread]
+
+    def settle(self) -> None:
+        """Wait until all peers have what was sent of shards that stay."""
+        for sharing in self._sharings.values():
+            sharing.gather.settle()
+
+    def _group(self, partition: Partition) -> Group:
+        """This rank's group of a partition of the world."""
+        if self.channel is None:
+            return self._with_channels(partition)
+        own = group_of(partition, self.rank)
+        if len(own) == 1:  # all groups of a partition have one size, so no rank counts differently
+            return SoloGroup(self.rank, self.ledger)
+        self._num_spaces += 1
+        return P2PGroup(
+            self.channel,
+            own,
+            self.rank,
+            self.ledger,
+            self.timeout,
+            space=self._num_spaces - 1,
+        )
+
+    def _with_channels(self, partition: Partition) -> Group:
         """The same with a communicator for each group; every rank makes every one, as torch
         demands."""
         own: Group = SoloGroup(self.rank, self.ledger)
@@ -152,7 +177,10 @@ class World:
     def close(self) -> None:
         """Destroy the groups; :meth:`open` makes new ones."""
         if not self.closed:
-            for group in (self.gather, self.reduce, self.replicas, self.control, self.pipe):
-                group.close()
-            self.channel = None
+            self.control.close()
+            self.pipe.close()
+            for sharing in self._sharings.values():
+                for group in sharing.groups:
+                    group.close()
         self.closed = True
+        self.channel, self._num_spaces = None, 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-EXPERT_PARALLEL = "expert parallelism"
 PARALLEL = "tensor and sequence parallelism"
 SHARDED = "the sharded checkpoint format"
 HUGGING_FACE = "the Hugging Face models"

@@ -37,5 +37,6 @@ def steps_in_backward(config: Config, *, clips: bool | None = None) -> bool:
         and config.shard_size == config.data_ranks  # replicas sum their gradients first
         and offload.step_in_backward != "false"
         and not offload.delayed_update
+        and not config.pipeline.is_on  # stages are stepped together
         and waits_for(config, clips=clips) is None
     )

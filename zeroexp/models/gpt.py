@@ -132,6 +132,7 @@ def _sparse_mlp(model: ModelConfig, moe: MoeConfig) -> MoE:
         z_loss=moe.z_loss,
         sequence_loss=moe.sequence_loss,
         bias_rate=moe.bias_rate,
+        expert_parallel=moe.expert_parallel,
     )
 
 

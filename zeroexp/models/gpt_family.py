@@ -79,18 +79,21 @@ def param_specs(model: ModelConfig, moe: MoeConfig) -> list[ParamSpec]:
         linear(f"{name}.up", hidden, dim)
         linear(f"{name}.down", dim, hidden)
 
+    def stacked(name: str, *shape: int) -> None:
+        specs.append(ParamSpec(name, (moe.experts, *shape), spread=moe.expert_parallel))
+
     def experts(name: str) -> None:
         specs.append(ParamSpec(f"{name}.gate.weight", (moe.experts, dim)))
         hidden = model.hidden_size
         # As zeroexp.moe stacks them: all experts in one tensor, input before output.
         inner = ("up", "gate") if model.activation == "swiglu" else ("up",)
         for part in inner:
-            specs.append(ParamSpec(f"{name}.experts.{part}", (moe.experts, dim, hidden)))
-        specs.append(ParamSpec(f"{name}.experts.down", (moe.experts, hidden, dim)))
+            stacked(f"{name}.experts.{part}", dim, hidden)
+        stacked(f"{name}.experts.down", hidden, dim)
         if model.bias:
             for part in inner:
-                specs.append(ParamSpec(f"{name}.experts.{part}_bias", (moe.experts, hidden)))
-            specs.append(ParamSpec(f"{name}.experts.down_bias", (moe.experts, dim)))
+                stacked(f"{name}.experts.{part}_bias", hidden)
+            stacked(f"{name}.experts.down_bias", dim)
         if moe.shared:
             mlp(f"{name}.shared", moe.shared * hidden)
         if moe.residual:

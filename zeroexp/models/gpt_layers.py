@@ -47,14 +47,15 @@ class RotaryTables:
 
     def __init__(self, head_dim: int) -> None:
         self._head_dim = head_dim
-        self._key: tuple[int, torch.device, torch.dtype] | None = None
+        self._key: tuple[int, torch.device, torch.dtype, bool] | None = None
         self._tables: Rotary | None = None
 
     def at(self, x_BLC: Tensor) -> Rotary:
-        key = (x_BLC.shape[1], x_BLC.device, x_BLC.dtype)
+        # Tables made in inference mode are no good for training.
+        key = (x_BLC.shape[1], x_BLC.device, x_BLC.dtype, torch.is_inference_mode_enabled())
         if self._tables is None or key != self._key:
             self._key = key
-            self._tables = rotary_tables(key[0], self._head_dim, *key[1:])
+            self._tables = rotary_tables(key[0], self._head_dim, x_BLC.device, x_BLC.dtype)
         return self._tables
 
 

@@ -6,18 +6,24 @@ from collections.abc import Container
 
 from torch import nn
 
-from zeroexp.comm import Group
+from zeroexp.comm import Group, World
 from zeroexp.moe.bias import update_biases
-from zeroexp.moe.model import experts_left_out, name_layers
+from zeroexp.moe.model import experts_left_out, moe_layers, name_layers
 
 
 class ExpertCompanion:
-    """See :class:`zeroexp.zero.companion.Companion`: numbers the layers of ``model``, finds experts
-    that nothing steps, and moves the biases that balance the load."""
+    """See :class:`zeroexp.zero.companion.Companion`: numbers the layers of ``model``, connects
+    the ranks that share experts, finds experts that nothing steps, and moves the biases that
+    balance the load."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        name_layers(model)
+
+    def join(self, world: World) -> None:
+        name_layers(self._model)
+        for layer in moe_layers(self._model).values():
+            if layer.expert_parallel > 1:
+                layer.connect(world.sharing(layer.expert_parallel).block)
 
     def warnings(self, stepped: Container[int]) -> list[str]:
         names = experts_left_out(self._model, stepped)

@@ -10,17 +10,20 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeroexp.config.nearest import nearest
 from zeroexp.errors import ConfigError, ModelError, Problem
+from zeroexp.layout import Share
 from zeroexp.moe.activations import ACTIVATIONS
 from zeroexp.moe.draws import draw_key
 from zeroexp.moe.segments import Linear, grouped_mlp
+from zeroexp.zero.sharded_init import built_whole
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,32 @@ class Experts(nn.Module, ABC):
         super().__init__()
         self.ids = ids
         self.num_experts = num_experts
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that have all experts together."""
+        return self.num_experts // len(self.ids)
+
+    @property
+    def place_of_rank(self) -> int:
+        """The place of this rank among them."""
+        return self.ids.start // len(self.ids)
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        # A checkpoint has all experts: this rank takes its own.
+        if self.num_ranks > 1:
+            self._take_own(state, prefix)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+    def _take_own(self, state: dict[str, Any], prefix: str) -> None:
+        for name in self._parameters:
+            value = state.get(prefix + name)
+            if isinstance(value, Tensor) and value.dim() and len(value) == self.num_experts:
+                state[prefix + name] = value[self.ids.start : self.ids.stop]
+
+    def zeroexp_share(self, name: str) -> Share | None:
+        """See :class:`zeroexp.zero.shares.Spread`; here all experts lie in one tensor."""
+        return Share(self.num_ranks, self.place_of_rank)
 
     @abstractmethod
     def forward(self, rows_AC: Tensor, counts_E: Tensor, where: str) -> Tensor:
@@ -188,7 +217,7 @@ class ModuleExperts(Experts):
         super().__init__(ids, num_experts)
         made: dict[int, nn.Module] = {}
         for i in ids:
-            with seeded(key, i):
+            with seeded(key, i), built_whole() if self.num_ranks > 1 else nullcontext():
                 one = copy.deepcopy(expert) if isinstance(expert, nn.Module) else expert()
             made[i] = _module(one, made.values())
             self.add_module(str(i), one)  # named by its global id, as in a checkpoint
@@ -208,6 +237,18 @@ class ModuleExperts(Experts):
                 )
             parts.append(out)
         return torch.cat(parts)
+
+    def _take_own(self, state: dict[str, Any], prefix: str) -> None:
+        theirs = tuple(f"{prefix}{i}." for i in range(self.num_experts) if i not in self.ids)
+        for name in [n for n in state if n.startswith(theirs)]:
+            del state[name]
+
+    def zeroexp_share(self, name: str) -> Share | None:
+        expert, dot, rest = name.partition(".")
+        place = self.ids.index(int(expert))
+        firsts = range(0, self.num_experts, len(self.ids))
+        ends = tuple(f"{first + place}{dot}{rest}" for first in firsts)
+        return Share(self.num_ranks, self.place_of_rank, ends)
 
     def expert_parameters(self) -> Iterator[ExpertParameter]:
         for i, expert in self.named_children():

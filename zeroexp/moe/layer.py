@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeroexp.comm import Group
@@ -39,10 +40,12 @@ class MoE(nn.Module):
     arXiv:2201.05596). ``*_loss`` weigh the losses that :func:`zeroexp.moe.auxiliary_loss` returns;
     ``bias_rate`` balances without a loss, by :func:`zeroexp.moe.update_biases`.
 
-    ``group`` holds the ranks the experts are spread over, in blocks in rank order; None: all are
-    here. An expert's gradient is then the sum over the tokens of the whole group: reduced over the
-    ranks that hold the same experts and divided by all data-parallel ranks it is the mean, whatever
-    the size of the group. Raises :class:`ConfigError` with everything that is wrong.
+    ``expert_parallel``: the neighbouring data-parallel ranks the experts are spread over, in blocks
+    in rank order; 1: all are here. The engine that trains the model connects them; by hand give
+    their ``group`` instead. An expert's gradient is then the sum over the tokens of the whole
+    group: reduced over the ranks that hold the same experts and divided by all data-parallel ranks
+    it is the mean, whatever the size of the group. Raises :class:`ConfigError` with everything that
+    is wrong.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class MoE(nn.Module):
         z_loss: float = 0.0,
         sequence_loss: float = 0.0,
         bias_rate: float = 0.0,
+        expert_parallel: int = 1,
         group: Group | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
@@ -74,8 +78,10 @@ class MoE(nn.Module):
         order = priority or ("choice" if name == "top2" else "position")
         capacity = Capacity(capacity_factor, eval_capacity_factor, min_capacity, order)
         weights = LossWeights(balance=balance_loss, z=z_loss, sequence=sequence_loss)
-        size = 1 if group is None else group.size
+        size = expert_parallel if group is None else group.size
         problems = _sizes(d_model, num_experts, size) + weights.problems()
+        if group is None:
+            problems += _rank_problems(size)
         if isinstance(expert, MLP):
             problems += expert.problems()
         made: Gate | None = None
@@ -118,8 +124,10 @@ class MoE(nn.Module):
         self.num_experts = num_experts
         self.gate = made
         self.weights = weights
+        self.expert_parallel = size
+        """Ranks that have all experts together."""
         self.group = group if size > 1 else None
-        index, local = (0 if group is None else group.index), num_experts // size
+        index, local = (_rank() % size if group is None else group.index), num_experts // size
         ids = range(index * local, (index + 1) * local)
         self.experts = make_experts(d_model, expert, ids, num_experts)
         if any(isinstance(module, MoE) for module in self.experts.modules()):
@@ -157,13 +165,13 @@ class MoE(nn.Module):
         x_SC = x.reshape(-1, self.d_model)
         routing = self.gate(x_SC)
         dispatch: LocalDispatch | RemoteDispatch
-        if self.group is None:
+        if self.expert_parallel == 1:
             dispatch = LocalDispatch(x_SC, routing)
         else:
             dispatch = RemoteDispatch(
                 x_SC,
                 routing,
-                self.group,
+                self._connected(),
                 tag=self.tag,
                 where=self.where,
                 done=self.statistics.transferred,
@@ -186,6 +194,26 @@ class MoE(nn.Module):
             share = self.mix(x).softmax(dim=-1)
             y = y * share[..., :1] + residual * share[..., 1:]
         return y if shared is None else y + shared
+
+    def connect(self, group: Group) -> None:
+        """Exchange tokens over ``group`` from now on. Raises :class:`ModelError` where the experts
+        were made for other ranks."""
+        if group.size != self.expert_parallel or group.index != self.experts.place_of_rank:
+            raise ModelError(
+                f"{self.where} has share {self.experts.place_of_rank} of {self.expert_parallel} of "
+                f"its experts, and this rank is number {group.index} of {group.size} that share "
+                "them: build the model on the rank that trains it."
+            )
+        self.group = group
+
+    def _connected(self) -> Group:
+        if self.group is None:
+            raise ModelError(
+                f"{self.where}: its experts lie on {self.expert_parallel} ranks, and nothing "
+                "connects them. Train it with zeroexp.initialize() or the strategy, or give the "
+                "layer a group."
+            )
+        return self.group
 
     def _record(self, routing: Routing, losses: dict[str, Tensor]) -> None:
         """Count a forward pass. A recomputation in backward is the same pass again."""
@@ -230,13 +258,35 @@ class MoE(nn.Module):
         return f"d_model={self.d_model}, experts {ids.start}..{ids.stop - 1} of {self.num_experts}"
 
 
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _rank_problems(size: int) -> list[Problem]:
+    """Why the experts of this rank cannot be known, if they are spread over ``size`` ranks."""
+    if size < 1:
+        return [Problem("expert_parallel", f"{size} ranks.", "use 1 or more")]
+    if size == 1:
+        return []
+    if not dist.is_initialized():
+        problem = f"{size} ranks, but torch.distributed is not initialised."
+        fix = "build the model after init_process_group() (in Lightning: in configure_model())"
+        return [Problem("expert_parallel", problem, fix)]
+    ranks = dist.get_world_size()
+    if ranks % size:
+        fits = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
+        problem = f"{size} does not divide the {ranks} ranks."
+        return [Problem("expert_parallel", problem, f"use {' or '.join(fits)}")]
+    return []
+
+
 def _sizes(d_model: int, num_experts: int, ranks: int) -> list[Problem]:
     found = []
     if d_model < 1:
         found.append(Problem("d_model", f"{d_model} channels.", "use 1 or more"))
     if num_experts < 1:
         found.append(Problem("num_experts", f"{num_experts} experts.", "use 1 or more"))
-    elif num_experts % ranks:
+    elif ranks > 0 and num_experts % ranks:
         near = [n for n in (num_experts // ranks * ranks, -(-num_experts // ranks) * ranks) if n]
         fits = [n for n in range(1, ranks) if num_experts % n == 0]
         found.append(

@@ -54,14 +54,24 @@ def formats(config: Config, segment: Segment, home: StatePlacement) -> Formats:
     return Formats(param, grad, wire, copy, slots)
 
 
+@dataclass(frozen=True)
+class UnitUse:
+    """How often a step makes a unit ``whole`` on the device, where it is not, and has its gradients
+    ``reduced``."""
+
+    whole: int
+    reduced: int
+
+
 def reductions(config: Config) -> int:
     """Reductions of each gradient per step."""
-    return config.trainer.accumulate_grad_batches if config.zero.reduce == "each" else 1
+    each = config.zero.reduce == "each"
+    return config.trainer.accumulate_grad_batches * config.num_micro_batches if each else 1
 
 
-def gathers(config: Config, unit: str) -> int:
-    """Times a unit is made whole on the device per micro-batch: in forward, and in backward unless
-    it stayed whole in between."""
+def use_of(config: Config, unit: str) -> UnitUse:
+    """Without a pipeline: whole in forward, and in backward unless it stayed so in between."""
     mode = config.zero.reshard_after_forward
     stays = mode == "false" or (mode == "auto" and unit == "")
-    return 1 if stays else 2
+    times = 1 if stays else 2
+    return UnitUse(config.trainer.accumulate_grad_batches * times, reductions(config))

@@ -3,7 +3,7 @@ shapes of the layers alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 from zeroexp.config import Config
@@ -22,14 +22,14 @@ from zeroexp.plan.layer_shape import LayerShape
 class PipelinePlan:
     """``simulation`` is of one pass of a data rank's batch through the pipe, with GFLOP for seconds
     and predicted bytes; ``passes`` of them make a step. ``stages`` are the parameters of each
-    stage, under the names that its layers use and under all their names in the model; a tied one is
-    in every stage that holds it. ``choice`` is how `auto` came to the schedule.
+    stage, by their first names in the model; a tied one is in every stage that holds it. ``choice``
+    is how `auto` came to the schedule.
     """
 
     layers: tuple[Layer, ...]
     cut: Cut
     simulation: Simulation
-    stages: tuple[tuple[tuple[ParamSpec, tuple[str, ...]], ...], ...]
+    stages: tuple[frozenset[str], ...]
     data_ranks: int
     passes: int
     choice: Choice | None = None
@@ -46,15 +46,34 @@ class PipelinePlan:
         """Bytes of activations and their gradients that a rank sends to others in a step."""
         return round(self.simulation.sent_bytes[place]) * self.passes
 
-    def held(self, place: int) -> list[tuple[int, list[ParamSpec]]]:
-        """The stages of a rank of the pipe with their parameters. One that two of them share is one
-        parameter, with the first."""
-        found, seen = [], set[tuple[str, ...]]()
-        for stage in self.schedule.stages_of(place):
-            new = [spec for spec, known in self.stages[stage] if known not in seen]
-            seen |= {known for _, known in self.stages[stage]}
-            found.append((stage, new))
-        return found
+    def held(self, place: int, specs: Sequence[ParamSpec]) -> list[ParamSpec]:
+        """Those of ``specs`` that a rank of the pipe holds."""
+        return [
+            replace(spec, tied=self.num_holders(spec.name) > 1)
+            for spec in specs
+            if self.stages_using(place, {spec.name})
+        ]
+
+    def stages_using(self, place: int, names: Set[str]) -> list[int]:
+        """The stages of a rank that use any of the parameters."""
+        return [s for s in self.schedule.stages_of(place) if names & self.stages[s]]
+
+    def num_holders(self, name: str) -> int:
+        """How many ranks of the pipe hold a parameter."""
+        ranks = self.schedule.rank_of
+        return len({ranks[s] for s, names in enumerate(self.stages) if name in names})
+
+    def num_gathers(self, place: int, stages: Sequence[int]) -> int:
+        """How often a step gathers what ``stages`` of a rank use: from the mark of the first that
+        needs it to that of the last it is whole."""
+        whole = gathers = 0
+        for _, action in self.schedule.actions(place):
+            if action.stage in stages and action.kind is Kind.UNSHARD:
+                gathers += whole == 0
+                whole += 1
+            elif action.stage in stages and action.kind is Kind.RESHARD:
+                whole -= 1
+        return gathers * self.passes
 
     def num_unshards(self, stage: int) -> int:
         """How often a step gathers a stage whose parameters are sharded."""
@@ -103,7 +122,9 @@ def plan_pipeline(
         marked = with_residency(simulation.schedule, asked.whole_stages)
         simulation = replace(simulation, schedule=marked)
     stages = [
-        tuple(_held([shapes[i] for i in where.stage(stage)], specs))
+        frozenset(
+            spec.name for spec in specs for i in where.stage(stage) if shapes[i].names_of(spec)
+        )
         for stage in range(where.num_stages)
     ]
     return PipelinePlan(
@@ -115,16 +136,3 @@ def plan_pipeline(
         config.trainer.accumulate_grad_batches,
         choice,
     )
-
-
-def _held(
-    shapes: Sequence[LayerShape], specs: Sequence[ParamSpec]
-) -> list[tuple[ParamSpec, tuple[str, ...]]]:
-    """The parameters of a stage, each once."""
-    found = []
-    for spec in specs:
-        names = [name for shape in shapes for name in shape.names_of(spec)]
-        if names:
-            here = replace(spec, name=names[0], aliases=tuple(names[1:]))
-            found.append((here, (spec.name, *spec.aliases)))
-    return found

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from zeroexp.config import Config, steps_in_backward
 from zeroexp.layout import Layout, Segment
 from zeroexp.placement import StatePlacement, Tier, leaving, place
-from zeroexp.plan.formats import formats, is_floating, reductions
+from zeroexp.plan.formats import UnitUse, formats, is_floating
 
 
 def homes(config: Config, layout: Layout) -> list[StatePlacement]:
@@ -49,22 +49,22 @@ def optimizer_shares(config: Config, layout: Layout) -> dict[int, int]:
     }
 
 
-def transfers(config: Config, layout: Layout, uses: Sequence[int]) -> dict[str, int]:
+def transfers(config: Config, layout: Layout, uses: Sequence[UnitUse]) -> dict[str, int]:
     """Bytes of one rank and step between the device and other tiers: gradients, and parameters
-    that the device has stepped for another tier, ``down``; parameters ``up``. ``uses``: how often
-    the step makes each unit whole."""
+    that the device has stepped for another tier, ``down``; parameters ``up``. ``uses`` are those of
+    each unit."""
     down = up = 0
-    for times_used, segment, home in _placed(config, layout, uses):
+    for use, segment, home in _placed(config, layout, uses):
         sizes = formats(config, segment, home)
         optim = _elements(segment, home.optim.sharded)
         leaves = segment.trainable and home.optim.tier is not Tier.DEVICE
         if leaves:
-            times = reductions(config) if home.grads.sharded else 1
+            times = use.reduced if home.grads.sharded else 1
             down += optim * sizes.grad * times
         if is_floating(segment) and home.params.tier is not Tier.DEVICE:
             # Fetched before each use and dropped after it.
             params = _elements(segment, home.params.sharded)
-            up += params * sizes.param * times_used
+            up += params * sizes.param * use.whole
             if segment.trainable and not leaves:
                 down += optim * sizes.param
         elif leaves:
@@ -72,11 +72,10 @@ def transfers(config: Config, layout: Layout, uses: Sequence[int]) -> dict[str, 
     return {way: nbytes for way, nbytes in (("down", down), ("up", up)) if nbytes}
 
 
-def file_traffic(config: Config, layout: Layout, uses: Sequence[int]) -> dict[str, int]:
+def file_traffic(config: Config, layout: Layout, uses: Sequence[UnitUse]) -> dict[str, int]:
     """Bytes of one rank and step from and to swap files; ``uses`` as in :func:`transfers`."""
-    rounds = reductions(config)
     read = written = 0
-    for times_used, segment, home in _placed(config, layout, uses):
+    for use, segment, home in _placed(config, layout, uses):
         sizes = formats(config, segment, home)
         optim = _elements(segment, home.optim.sharded)
         if segment.trainable and home.optim.tier is Tier.NVME:
@@ -84,28 +83,28 @@ def file_traffic(config: Config, layout: Layout, uses: Sequence[int]) -> dict[st
             written += optim * sizes.optim
         if is_floating(segment) and home.params.tier is Tier.NVME:
             params = _elements(segment, home.params.sharded) * sizes.param
-            read += params * times_used
+            read += params * use.whole
             written += params * segment.trainable
         if segment.trainable and home.grads.tier is Tier.NVME:
             # Read to be added to or stepped, written to wait; a unit that is stepped in backward
             # takes its last sum from memory.
             early = steps_in_backward(config) and home.params.sharded
-            passes = rounds - 1 if early else rounds
+            passes = use.reduced - early
             read += segment.shard_size * sizes.grad * passes
             written += segment.shard_size * sizes.grad * passes
     return {"read": read, "written": written}
 
 
 def _placed(
-    config: Config, layout: Layout, uses: Sequence[int]
-) -> list[tuple[int, Segment, StatePlacement]]:
+    config: Config, layout: Layout, uses: Sequence[UnitUse]
+) -> list[tuple[UnitUse, Segment, StatePlacement]]:
     """Uses of the unit, segment and placement of everything in ``layout``."""
     pairs = (
-        (times, segment)
-        for unit, times in zip(layout.units, uses, strict=True)
+        (use, segment)
+        for unit, use in zip(layout.units, uses, strict=True)
         for segment in unit.segments
     )
-    return [(n, s, home) for (n, s), home in zip(pairs, homes(config, layout), strict=True)]
+    return [(u, s, home) for (u, s), home in zip(pairs, homes(config, layout), strict=True)]
 
 
 def _elements(segment: Segment, sharded: bool) -> int:

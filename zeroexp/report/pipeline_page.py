@@ -45,7 +45,7 @@ def stage_rows(plan: PipelinePlan) -> list[list[str]]:
                 str(stage),
                 str(first) if first == last else f"{first}-{last}",
                 names,
-                f"{sum(spec.numel for spec, _ in plan.stages[stage]):,}",
+                f"{sum(layer.params for layer in held):,}",
                 human_bytes(round(held[-1].output) * passes) if crosses else "-",
             ]
         )

@@ -51,12 +51,21 @@ def largest_rank(by_rank: Mapping[str, Any]) -> str:
     return max(by_rank, key=lambda rank: sum(sum(kind.values()) for kind in by_rank[rank].values()))
 
 
-def _pipeline(config: Config) -> str:
+def _pipeline(config: Config, plan: Forecast | None) -> str:
+    """``pipeline 1f1b: 4 ranks = pipe 2 x data 2; …; idle 11.1% of a step as planned``."""
     pipeline, count = config.pipeline, config.num_micro_batches
-    return (
-        f"pipeline {pipeline.schedule} over {pipeline.size} ranks, in {count} part"
-        f"{'s' if count > 1 else ''} of {config.micro_batch_size // count}"
+    words = (
+        f"pipeline {pipeline.schedule}: {config.ranks} ranks = pipe {pipeline.size} x data "
+        f"{config.data_ranks}; each data rank's batch in {count} part{'s' * (count > 1)} of "
+        f"{config.micro_batch_size // count}"
     )
+    planned = None if plan is None else plan.pipeline
+    if planned is not None:
+        idle = planned.simulation.bubble_fraction
+        words += f"; idle {idle:.1%} of a step as planned"
+        if planned.choice is not None:
+            words += f" ({planned.schedule.name})"
+    return words
 
 
 def opening_lines(
@@ -83,7 +92,7 @@ def opening_lines(
         f"run directory: {shown(directory.path)}",
     ]
     if config.pipeline.is_on:
-        lines.insert(2, _pipeline(config))
+        lines.insert(2, _pipeline(config, plan))
     if plan is not None:
         rank = largest_rank(plan.predicted["state_bytes"])
         lines.append(
@@ -107,6 +116,9 @@ def _experts_words(config: Config) -> str:
         f"experts: {moe.experts} in each of {moe.num_blocks(config.model.layers)} blocks, "
         f"{moe.num_choices} for a token ({moe.kind})"
     )
+    if moe.expert_parallel > 1:
+        words += f", {moe.experts // moe.expert_parallel} of them on each of "
+        words += f"{moe.expert_parallel} ranks"
     if moe.kind == "expert_choice":
         words += "; they choose by the whole batch, so the loss of a token knows later ones"
     return words

@@ -237,9 +237,9 @@ def _measurement(config: Config, rank: Rank) -> Measurement:
 
 
 def _peak(config: Config) -> PeakFlops:
-    precision, ranks = config.precision.compute, config.data_ranks
+    precision = config.precision.compute
     if config.trainer.accelerator == "gpu":
-        return gpu_peak(torch.cuda.get_device_name(), precision, ranks)
+        return gpu_peak(torch.cuda.get_device_name(), precision, config.ranks)
     threads = torch.get_num_threads() * config.trainer.devices
     node = cpu_peak(cpu_flags(), cpu_hertz(), threads, available_cores(), precision)
     if config.trainer.num_nodes == 1 or node.value is None:

@@ -20,7 +20,7 @@ from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.hooks import RemovableHandle
 
-from zeroexp.comm import World
+from zeroexp.comm import Group, World
 from zeroexp.errors import ModelError
 
 
@@ -37,6 +37,9 @@ class Owner(Protocol):
     @property
     def world(self) -> World:
         """The ranks that must take part."""
+
+    def holders(self, param: nn.Parameter) -> Group:
+        """Those that have the same values of ``param``: all, or those with the same experts."""
 
     def give_up(self) -> None:
         """All parameters have another owner now: free what is held for them."""

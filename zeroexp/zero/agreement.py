@@ -15,6 +15,7 @@ import torch
 
 from zeroexp.comm import World
 from zeroexp.comm.notes import exchange_notes
+from zeroexp.zero.model import ShardedModel
 from zeroexp.zero.segment import SegmentState
 from zeroexp.zero.unit import UnitState
 
@@ -41,9 +42,13 @@ class Agreement:
         return math.isfinite(self.sum_squares) and not self.bad_loss_ranks
 
 
-def local_sum_squares(segments: Sequence[SegmentState]) -> float:
-    """Sum of squares of the owned gradients of this rank."""
-    return sum(s.grads.sum_squares() for s in segments if s.counted and s.grads.has_owned)
+def local_sum_squares(segments: Sequence[SegmentState]) -> dict[int, float]:
+    """Sums of squares of the owned gradients of this rank, by the spread of the parameters."""
+    sums = dict.fromkeys(sorted({s.spec.spread for s in segments}), 0.0)
+    for segment in segments:
+        if segment.counted and segment.grads.has_owned:
+            sums[segment.spec.spread] += segment.grads.sum_squares()
+    return sums
 
 
 def agree(
@@ -56,9 +61,8 @@ def agree(
 ) -> Agreement:
     """Exchange and combine what each rank knows. ``digest`` identifies the order in which it used
     the units."""
-    head = torch.tensor(
-        [local_sum_squares(segments), float(digest), float(loss_finite)], dtype=torch.float64
-    )
+    squares = local_sum_squares(segments)
+    head = torch.tensor([float(digest), float(loss_finite), *squares.values()], dtype=torch.float64)
     late = torch.tensor([u.pending_window for u in units], dtype=torch.uint8)
     touched = torch.tensor([t for s in segments for t in s.grads.touched], dtype=torch.uint8)
     rows = world.control.exchange(
@@ -69,8 +73,9 @@ def agree(
     touched_any = rows[:, head.nbytes + len(late) :].amax(dim=0).bool().tolist()
     total = 0.0
     ranks = world.control.ranks
-    for rank in world.gather.ranks:  # replicas hold the same shards: count one set
-        total += float(heads[ranks.index(rank), 0])
+    for column, spread in enumerate(squares, start=2):
+        for rank in world.sharing(spread).counted:  # replicas hold the same shards: count one set
+            total += float(heads[ranks.index(rank), column])
     per_segment, at = [], 0
     for segment in segments:
         per_segment.append(tuple(touched_any[at : at + len(segment.grads.touched)]))
@@ -79,8 +84,8 @@ def agree(
         sum_squares=total,
         late=tuple(late_any.nonzero().flatten().tolist()),
         touched=tuple(per_segment),
-        same_order=bool((heads[:, 1] == heads[0, 1]).all()),
-        bad_loss_ranks=tuple(ranks[i] for i in (heads[:, 2] == 0).nonzero().flatten().tolist()),
+        same_order=bool((heads[:, 0] == heads[0, 0]).all()),
+        bad_loss_ranks=tuple(ranks[i] for i in (heads[:, 1] == 0).nonzero().flatten().tolist()),
     )
 
 
@@ -98,11 +103,10 @@ def over_the_pipe(world: World, agreement: Agreement) -> Agreement:
     )
 
 
-def first_nonfinite(world: World, segments: Sequence[SegmentState]) -> tuple[str, int]:
+def first_nonfinite(model: ShardedModel, segments: Sequence[SegmentState]) -> tuple[str, int]:
     """Name and owning rank of the first parameter, in model order, whose reduced gradient is not
-    finite (collective)."""
-    mine = -1
-    names = [slot.spec.name for s in segments for slot in s.spec.slots]
+    finite (collective). Of stacked experts the name is followed by the number of the expert."""
+    mine, name = -1, ""
     base = 0
     for segment in segments:
         grads = segment.grads
@@ -111,13 +115,30 @@ def first_nonfinite(world: World, segments: Sequence[SegmentState]) -> tuple[str
                 for piece in segment.spec.pieces(segment.index):
                     part = owned[piece.shard_start : piece.shard_start + piece.numel]
                     if not bool(torch.isfinite(part).all()):
-                        mine = base + segment.spec.slots.index(piece.slot)
+                        slot = segment.spec.slots.index(piece.slot)
+                        first = int(part.isfinite().logical_not().nonzero()[0])
+                        mine = base + slot
+                        name = _named(model, segment, slot, piece.param_start + first)
                         break
         base += len(segment.spec.slots)
-    what = "search for the non-finite gradient"
-    rows = world.control.exchange(torch.tensor([mine]), what).flatten().tolist()
-    found = [(int(v), r) for v, r in zip(rows, world.control.ranks, strict=True) if v >= 0]
-    index, rank = min(found, default=(-1, -1))
-    stages = exchange_notes(world.pipe, [names[index] if found else "unknown", rank], what)
+    world, what = model.around.world, "search for the non-finite gradient"
+    notes = exchange_notes(world.control, [mine, name], what)
+    found = [
+        (at, rank, called)
+        for rank, (at, called) in zip(world.control.ranks, notes, strict=True)
+        if at >= 0
+    ]
+    _, rank, name = min(found, default=(-1, -1, "unknown"))
+    stages = exchange_notes(world.pipe, [name, rank], what)
     name, rank = next((each for each in stages if each[1] >= 0), stages[0])
     return str(name), int(rank)
+
+
+def _named(model: ShardedModel, segment: SegmentState, slot: int, element: int) -> str:
+    """The parameter in ``slot``, with the slice of the whole one that ``element`` is in."""
+    spec = segment.spec.slots[slot].spec
+    share = model.shares.get(id(segment.params[slot]))
+    if share is None or share.ends:
+        return spec.name
+    here = spec.shape[0]
+    return f"{spec.name}[{share.index * here + element // (spec.numel // here)}]"

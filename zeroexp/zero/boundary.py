@@ -95,7 +95,7 @@ class Boundary:
                 self._early.refuse_late([self._reducer.units[i] for i in agreement.late])
             self._reducer.flush([self._reducer.units[i] for i in agreement.late])
             agreement = self._agree(stepper)
-        if key not in self._summed and self._sum_copies(stepper):
+        if key not in self._summed and self._sum_copies(stepper, agreement):
             self._summed.add(key)
             agreement = self._agree(stepper)
         agreement = over_the_pipe(self._world, agreement)
@@ -103,21 +103,20 @@ class Boundary:
         self.grad_norm = self.grad_norm_clipped = self._norm_of([stepper])
         return agreement
 
-    def _sum_copies(self, stepper: Stepper) -> bool:
+    def _sum_copies(self, stepper: Stepper, agreement: Agreement) -> bool:
         """Sum the gradients of replicas, and those of tied weights; whether there are any."""
-        replicas = self._world.replicas.size > 1
-        if replicas:
-            for segment in stepper.segments:
-                with segment.grads.at_hand(edits=True) as owned:
-                    here = owned.to(
-                        self._model.around.device
-                    )  # itself, unless it is off the device
-                    self._world.replicas.all_reduce(
-                        here, tag=segment.tag, what="all-reduce over the replicas"
-                    ).wait()
-                    owned.copy_(here)
-        tied = self._ties is not None and self._ties.sum_gradients(stepper.segments)
-        return replicas or tied
+        replicas = [s for s in stepper.segments if s.sharing.replicas.size > 1]
+        for segment in replicas:
+            with segment.grads.at_hand(edits=True) as owned:
+                here = owned.to(self._model.around.device)  # itself, unless it is off the device
+                segment.sharing.replicas.all_reduce(
+                    here, tag=segment.tag, what="all-reduce over the replicas"
+                ).wait()
+                owned.copy_(here)
+        if self._ties is None:
+            return bool(replicas)
+        touched = [any(slots) for slots in agreement.touched]
+        return self._ties.sum_gradients(stepper.segments, touched) or bool(replicas)
 
     def _agree(self, stepper: Stepper) -> Agreement:
         orders = [*self._residency.orders.values(), self._reducer.order]
@@ -217,7 +216,7 @@ class Boundary:
         name, owner = "", -1
         if stop or self._scale.at_floor:
             segments = [s for stepper in steppers for s in stepper.segments]
-            name, owner = first_nonfinite(self._world, segments)
+            name, owner = first_nonfinite(self._model, segments)
         self._residency.release_all()
         self.forget(steppers)
         if stop:
@@ -266,7 +265,7 @@ class Boundary:
         for stepper in self._steppers:
             clipped, summed = self._factors.pop(id(stepper), 1.0), id(stepper) in self._summed
             for segment in stepper.segments:
-                other_keeps = self._world.replicas.index or not segment.counted
+                other_keeps = segment.sharing.replicas.index or not segment.counted
                 factor = 0.0 if summed and other_keeps else clipped
                 if factor != 1.0 and segment.grads.has_owned:
                     with segment.grads.at_hand(edits=True) as owned:
@@ -309,7 +308,7 @@ class Boundary:
         with segment.grads.at_hand() as owned:
             mine = owned.to(self._model.around.device, copy=True)
             out = torch.empty(segment.spec.size, dtype=mine.dtype, device=mine.device)
-            self._world.gather.all_gather(
+            segment.sharing.gather.all_gather(
                 out, mine, tag=segment.tag, what="all-gather of a gradient"
             ).wait()
         at = segment.spec.slots[slot]

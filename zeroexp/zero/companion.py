@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import nn
 
-from zeroexp.comm import Group
+from zeroexp.comm import Group, World
 
 OFFER = "zeroexp_companion"
 """A static method of a module class that makes one :class:`Companion` for a whole model."""
@@ -15,6 +15,10 @@ OFFER = "zeroexp_companion"
 
 class Companion(Protocol):
     """The part of a training loop that belongs to one kind of module."""
+
+    def join(self, world: World) -> None:
+        """An engine over ``world`` takes the model; before anything of it is sent. Collective."""
+        ...
 
     def warnings(self, stepped: Container[int]) -> list[str]:
         """What the user should know before training; ``stepped`` has the ``id`` of every parameter

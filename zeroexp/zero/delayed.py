@@ -72,7 +72,7 @@ class DelayedStep:
         """Make the last step visible in the parameters. Collective."""
         self.wait()
         work, self._work = self._work, []
-        self._around.world.gather.settle()
+        self._around.world.settle()
         for each in work:
             segment = each.segment
             partly = sum(r.stop - r.start for r in each.runs) < segment.num_stepped

@@ -93,7 +93,7 @@ class EarlyStep:
         unit.stepped = True
         for segment in unit.trainable_segments:
             # Peers may still be fetching the shard that is about to change.
-            self._world.gather.settle(segment.tag)
+            segment.sharing.gather.settle(segment.tag)
             while len(self._jobs) >= _BESIDE:
                 self._end_first()
             job = self._stepper.step_ahead(segment, segment.mirror.begin())
@@ -173,7 +173,7 @@ def early_step(
         "the optimizer state is on the device": placement.optim.tier is Tier.DEVICE,
         "every rank steps everything (stage 0)": not placement.optim.sharded,
         "there are several optimizers": len(steppers) > 1,
-        "replicas must sum their gradients first": around.world.replicas.size > 1,
+        "replicas must sum their gradients first": around.world.sharing().replicas.size > 1,
         f"{key} must know of all gradients first": key is not None,
         "the update is delayed": config.offload.delayed_update,
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import NoReturn
 
+from torch import nn
+
 from zeroexp.comm import World
 from zeroexp.errors import ModelError
 
@@ -21,6 +23,9 @@ class Elsewhere:
         self.world = world
 
     def give_up(self) -> NoReturn:
+        self._refuse()
+
+    def holders(self, param: nn.Parameter) -> NoReturn:
         self._refuse()
 
     def touch(self) -> None:

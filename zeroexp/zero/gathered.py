@@ -21,7 +21,8 @@ def gathered(
     """Inside, ``params`` (of an engine's module) are whole on every rank; every rank must enter.
 
     With ``modify_rank`` what that rank writes is kept and reaches the others, unless the body
-    raises: then nothing is kept. Without it the
+    raises: then nothing is kept. Of experts that it does not hold, what the first rank that does
+    writes counts. Without it the
     parameters are read-only: an in-place write raises :class:`ModelError` at the end, since it
     would be lost. Parameters that no engine manages are whole already.
     """
@@ -62,9 +63,12 @@ def _spread(world: World, params: list[nn.Parameter], source: int) -> None:
         raise ModelError(f"modify_rank={source} is not one of the {world.size} ranks")
     with torch.no_grad():
         for number, param in enumerate(params):
+            owner = owner_of(param)
+            holders = world.control if owner is None else owner.holders(param)
+            first = holders.ranks.index(source) if source in holders.ranks else 0
             value = param.detach().contiguous()
-            world.control.broadcast(
-                value, source=source, tag=number, what="broadcast of an edited parameter"
+            holders.broadcast(
+                value, source=first, tag=number, what="broadcast of an edited parameter"
             ).wait()
             if value.data_ptr() != param.data_ptr():
                 param.copy_(value)

@@ -185,7 +185,7 @@ class GradientState:
         out = self._owned if self._owned is not None else local[self._lo : self._hi]
         crosses = out.device != local.device  # reduced on the device, owned on the host
         sum_here = torch.empty_like(out, device=local.device) if crosses else out
-        group = around.world.reduce
+        group = self._segment.sharing.reduce
         rows = local.view(group.size, spec.shard_size)
         step = max(1, around.bucket // self.dtype.itemsize // group.size)
         cuts = [(a, min(a + step, spec.shard_size)) for a in range(0, spec.shard_size, step)]
@@ -286,7 +286,7 @@ class GradientState:
         slices in ``local``."""
         local = self._local
         assert local is not None
-        return self._around.world.gather.all_gather(
+        return self._segment.sharing.gather.all_gather(
             local,
             self.owned,
             tag=self._tag,

@@ -38,7 +38,7 @@ class Mirror:
     def _publish(self, values: Tensor) -> Pending:
         segment = self._segment
         what = f"all-gather of the new parameters of unit {segment.spec.unit or 'root'}"
-        gather, lo, hi = segment.around.world.gather, segment.lo, segment.hi
+        gather, lo, hi = segment.sharing.gather, segment.lo, segment.hi
         if values.device == segment.around.device:
             return gather.all_gather(values, values[lo:hi], tag=segment.tag, what=what)
         visitor = values.to(segment.around.device)  # a collective of the device, values of the host

@@ -14,13 +14,14 @@ from torch.nn.parameter import is_lazy
 from zeroexp import ops
 from zeroexp.comm.pool import flat_zeros
 from zeroexp.errors import ModelError
-from zeroexp.layout import Layout, ParamSpec, Segment, Unit, make_layout, make_unit
+from zeroexp.layout import Layout, ParamSpec, Segment, Share, Unit, make_layout, make_unit
 from zeroexp.placement import leaving
 from zeroexp.zero.access import GuardedParameters, Guards, Owner, whole
 from zeroexp.zero.part import Part
 from zeroexp.zero.placeholder import Placeholders
 from zeroexp.zero.same_model import compare_buffers, compare_parameters
 from zeroexp.zero.segment import SegmentState
+from zeroexp.zero.shares import raw_parameters, raw_tensors, shares_of
 from zeroexp.zero.surroundings import Surroundings
 from zeroexp.zero.unit import Life, UnitState
 
@@ -54,9 +55,13 @@ class ShardedModel:
         self._former, guards = self._former_owners()
         self.born_sharded = any(o.sharded for owners in self._former.values() for o in owners)
         """Whether the parameters were sharded before: the whole model may not fit."""
-        self.specs = self._collect(groups)
-        compare_parameters(around.world.control, self.specs)
-        self.layout: Layout = make_layout(self.specs, cut=cut, shards=around.world.gather.size)
+        self.shares = shares_of(module)
+        """Which share this rank has, by ``id`` of the parameters and buffers that are spread."""
+        specs = self._collect(groups)
+        compare_parameters(around.world, specs, self._shares_by_name(), part)
+        self.specs = [spec for spec in specs if spec.name in self.params]
+        shards = around.world.sharing().gather.size
+        self.layout: Layout = make_layout(self.specs, cut=cut, shards=shards)
         self.units: list[UnitState] = []
         self.place: dict[int, tuple[UnitState, SegmentState, int]] = {}
         """``id(parameter)`` to unit, segment and slot."""
@@ -93,45 +98,53 @@ class ShardedModel:
         return owners, list(guards.values())
 
     def _collect(self, groups: Mapping[int, int]) -> list[ParamSpec]:
+        """What all parts are made of, in the module's order."""
         names: dict[int, list[str]] = {}
         for name, param in raw_parameters(self.module):
             names.setdefault(id(param), []).append(name)
             if len(names[id(param)]) == 1:
                 here = self.part is None or self.part.holds(name)
                 (self.params if here else self.elsewhere)[name] = param
-        specs = []
         self._refuse_renormalizing()
-        for name, param in self.params.items():
-            if is_lazy(param):
-                raise ModelError(
-                    f"parameter {name} has no shape yet (a lazy module). Run one forward with a "
-                    "batch before you build the engine and the optimizer."
-                )
-            if param.is_meta:
-                raise ModelError(
-                    f"parameter {name} is on the meta device: it has no values. Build the model "
-                    "inside "
-                    "zeroexp.sharded_init(config), which needs no more memory."
-                )
-            group = groups.get(id(param), -1)
-            if param.is_complex() and group >= 0:
-                raise ModelError(
-                    f"parameter {name} is complex ({param.dtype}), and gradients here are real. "
-                    "Make it a real parameter with a last dimension of 2 and use "
-                    "torch.view_as_complex(parameter) in forward()."
-                )
-            specs.append(
-                ParamSpec(
-                    name,
-                    tuple(param.shape),
-                    str(self.around.policy.storage_dtype(param.dtype)).removeprefix("torch."),
-                    trainable=param.requires_grad and group >= 0,
-                    aliases=tuple(names[id(param)][1:]),
-                    group=group,
-                    tied=self.part is not None and self.part.is_tied(name),
-                )
+        tensors = {**self.params, **self.elsewhere}
+        return [
+            self._spec(first, tensors[first], others, groups) for first, *others in names.values()
+        ]
+
+    def _spec(
+        self, name: str, param: nn.Parameter, aliases: Sequence[str], groups: Mapping[int, int]
+    ) -> ParamSpec:
+        if is_lazy(param):
+            raise ModelError(
+                f"parameter {name} has no shape yet (a lazy module). Run one forward with a batch "
+                "before you build the engine and the optimizer."
             )
-        return specs
+        if param.is_meta and name in self.params:
+            raise ModelError(
+                f"parameter {name} is on the meta device: it has no values. Build the model "
+                "inside zeroexp.sharded_init(config), which needs no more memory."
+            )
+        group = groups.get(id(param), -1)
+        if param.is_complex() and group >= 0:
+            raise ModelError(
+                f"parameter {name} is complex ({param.dtype}), and gradients here are real. "
+                "Make it a real parameter with a last dimension of 2 and use "
+                "torch.view_as_complex(parameter) in forward()."
+            )
+        return ParamSpec(
+            name,
+            tuple(param.shape),
+            str(self.around.policy.storage_dtype(param.dtype)).removeprefix("torch."),
+            trainable=param.requires_grad and group >= 0,
+            aliases=tuple(aliases),
+            group=group,
+            tied=self.part is not None and self.part.is_tied(name),
+            spread=self.shares[id(param)].count if id(param) in self.shares else 1,
+        )
+
+    def _shares_by_name(self) -> dict[str, Share]:
+        tensors = raw_tensors(self.module)
+        return {name: self.shares[id(t)] for name, t in tensors if id(t) in self.shares}
 
     def _refuse_renormalizing(self) -> None:
         """Weights that a forward rewrites come out differently on every rank."""
@@ -176,15 +189,17 @@ class ShardedModel:
 
     @torch.no_grad()
     def _share_buffers(self) -> None:
-        """Buffers begin as those of rank 0, like parameters: features that another rank drew do
-        not fit the weights."""
+        """Buffers begin as those of rank 0 (of the first that has the share), like parameters:
+        features that another rank drew do not fit the weights."""
         control = self.around.world.control
         buffers = [(n, b) for n, b in self.module.named_buffers() if not b.is_meta]
-        compare_buffers(control, dict(buffers))
+        compare_buffers(control, dict(buffers), self._shares_by_name())
         for number, (name, buffer) in enumerate(buffers):
             if buffer.numel():
+                share = self.shares.get(id(buffer))
+                members = self.around.world.sharing(share.count).members if share else control
                 flat = buffer.contiguous().reshape(-1)
-                control.broadcast(
+                members.broadcast(
                     flat.view(torch.uint8), source=0, tag=number, what=f"first value of {name}"
                 ).wait()
                 buffer.copy_(flat.view(buffer.shape))
@@ -220,7 +235,7 @@ class ShardedModel:
                 self.place[id(param)] = (unit, segment, slot)
 
     def _flat_values(self, segment: SegmentState) -> Tensor:
-        """The segment as the user built it, the same on every rank."""
+        """The segment as the user built it, the same on every rank that has it."""
         dtype = segment.params[0].dtype
         for param in segment.params[1:]:
             dtype = torch.promote_types(dtype, param.dtype)
@@ -232,7 +247,7 @@ class ShardedModel:
             for slot, param in zip(segment.spec.slots, segment.params, strict=True):
                 flat[slot.offset : slot.stop].copy_(param.detach().reshape(-1))
         if not owners:  # a sharded build is one model already
-            self.around.world.control.broadcast(
+            segment.sharing.members.broadcast(
                 flat, source=0, tag=segment.tag, what="first broadcast of the parameters"
             ).wait()
         return flat
@@ -270,7 +285,10 @@ class ShardedModel:
         if not thawed:
             return []
         fresh: list[SegmentState] = []
-        for unit in {id(u): u for u, _, _ in (self.place[i] for i in thawed)}.values():
+        waiting = {id(self.place[i][0]) for i in thawed}
+        for unit in self.units:  # in one order on every rank: each takes part in what follows
+            if id(unit) not in waiting:
+                continue
             unit.release()
             segments = []
             for old in unit.segments:
@@ -330,6 +348,17 @@ class ShardedModel:
         """The same, and no part before them holds it too."""
         return self.part is None or self.part.counts(self._first_name(name, tensor))
 
+    def name_of(self, param: nn.Parameter) -> str:
+        """Its first name. Raises :class:`ModelError` for a parameter of another module."""
+        name = self._first_name("", param)
+        if not name:
+            raise ModelError("this parameter does not belong to the engine's module")
+        return name
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """The places in the pipe that hold the parameter with this first name."""
+        return (0,) if self.part is None else self.part.holders[name]
+
     def _first_name(self, name: str, tensor: Tensor) -> str:
         if self._first_names is None:
             known = (*self.params.items(), *self.elsewhere.items())
@@ -356,7 +385,7 @@ class ShardedModel:
                 tensor.data = value
 
     def master_whole(self, segment: SegmentState) -> Tensor:
-        """The segment's values ``[size]`` as the optimizer sees them, on every rank
+        """The segment's values ``[size]`` as the optimizer sees them, on every rank that has it
         (collective)."""
         if segment.master_copy is None and segment.home is None:
             return segment.full
@@ -364,7 +393,7 @@ class ShardedModel:
         if mine.numel() == segment.spec.size:
             return mine
         out = torch.empty(segment.spec.size, dtype=mine.dtype, device=mine.device)
-        self.around.world.gather.all_gather(
+        segment.sharing.gather.all_gather(
             out, mine, tag=segment.tag, what="all-gather of whole parameters"
         ).wait()
         return out
@@ -400,11 +429,3 @@ class ShardedModel:
                 if unit.pins == 0:
                     unit.release()
             self.around.spare.drop()
-
-
-def raw_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """``module.named_parameters(remove_duplicate=False)`` without making anything whole."""
-    for path, sub in module.named_modules(remove_duplicate=False):
-        for name, param in dict.items(sub._parameters):
-            if param is not None:
-                yield (f"{path}.{name}" if path else name), param

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from zeroexp.comm import World
+from torch import nn
+
+from zeroexp.comm import Group, World
 from zeroexp.zero.model import ShardedModel
 from zeroexp.zero.residency import Residency
 from zeroexp.zero.unit import Life, UnitState
@@ -29,6 +31,9 @@ class EngineOwner:
     @property
     def world(self) -> World:
         return self._model.around.world
+
+    def holders(self, param: nn.Parameter) -> Group:
+        return self._model.place[id(param)][1].sharing.members
 
     def give_up(self) -> None:
         """Nothing: the optimizer's state, which lies beside the shards, is asked for later."""

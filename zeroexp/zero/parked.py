@@ -164,7 +164,7 @@ class Parked:
         """Nobody uses the state, and buffers that hold nothing take no memory."""
         around = self._around
         self._delayed.wait()
-        around.world.gather.settle()
+        around.world.settle()
         for segment in self._model.segments:
             segment.forget_near()
             segment.grads.forget_buffers()

@@ -144,7 +144,7 @@ class Residency:
     def settle(self) -> None:
         """Wait until the peers have this rank's shards. Not before the reductions of a backward are
         over, since a peer may wait for those first."""
-        self._around.world.gather.settle()
+        self._around.world.settle()
 
     # -- units -------------------------------------------------------------------------------------
 

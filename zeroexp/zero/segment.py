@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from zeroexp.comm import DONE, Pending
 from zeroexp.comm.pool import flat_zeros
+from zeroexp.comm.sharing import Sharing
 from zeroexp.errors import ModelError
 from zeroexp.layout import Segment
 from zeroexp.placement import Placement, Tier
@@ -50,7 +51,7 @@ class SegmentState:
         self._names = [s.spec.name for s in spec.slots]
         self.around = around
         self._label = f"{tag}"
-        self.index = around.world.gather.index
+        self.index = self.sharing.gather.index
         self.lo, self.hi = spec.bounds(self.index)
         self.dtype = around.policy.storage_dtype(params[0].dtype)
         floating = self.dtype.is_floating_point
@@ -81,6 +82,11 @@ class SegmentState:
         """The values, as the optimizer replaces them."""
         self.grads = GradientState(self)
         """Its gradients; empty unless it is trainable."""
+
+    @property
+    def sharing(self) -> Sharing:
+        """The ranks that hold it, or a share of it."""
+        return self.around.world.sharing(self.spec.spread)  # made anew when the world opens again
 
     # -- construction ------------------------------------------------------------------------------
 
@@ -230,7 +236,7 @@ class SegmentState:
             self.full.copy_(values)
             self.home.put_back()
             return DONE
-        return self.around.world.gather.all_gather(
+        return self.sharing.gather.all_gather(
             self.full,
             values,
             tag=self.tag,
@@ -241,13 +247,13 @@ class SegmentState:
     def arrived(self) -> None:
         """The gather is over. A visitor from disk leaves memory when the peers have it, too."""
         if self.home is not None and self.home_on_disk and self.cut:
-            self.around.world.gather.settle(self.tag)
+            self.sharing.gather.settle(self.tag)
             self.home.put_back()
 
     def offer(self) -> None:
         """Send this rank's shard ahead of the next gather."""
         if self.cut and self.home is not None and not self.around.border.divides:
-            self.around.world.gather.offer(self.home.fetch(), tag=self.tag)
+            self.sharing.gather.offer(self.home.fetch(), tag=self.tag)
 
     def release(self) -> None:
         """Free ``full``; the values are at home."""
@@ -329,7 +335,7 @@ class SegmentState:
         """Make what is in ``full`` (edited while whole) the truth: home and master follow."""
         if self.home is not None:
             self.forget_near()
-            self.around.world.gather.settle()
+            self.sharing.gather.settle()
             self.home.write(self.full[self.lo : self.hi] if self.cut else self.full)
         self._refresh_master()
 
@@ -355,7 +361,7 @@ class SegmentState:
             self.full.copy_(flat)
         if self.home is not None:
             self.forget_near()
-            self.around.world.gather.settle()
+            self.sharing.gather.settle()
             self.home.write((flat[self.lo : self.hi] if self.cut else flat).to(self.dtype))
         if self.master_copy is not None:
             self.master_copy.write(

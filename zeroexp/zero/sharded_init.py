@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from zeroexp import ops
-from zeroexp.comm import World
+from zeroexp.comm import Group, World
 from zeroexp.comm.pool import flat_zeros
 from zeroexp.config import Config
-from zeroexp.layout import ParamSpec, Segment, make_unit
+from zeroexp.layout import ParamSpec, Segment, Share, make_unit
 from zeroexp.ledger import Ledger
 from zeroexp.placement import STAGES
 from zeroexp.zero.access import GuardedParameters, Guards
@@ -27,6 +27,7 @@ from zeroexp.zero.birthplace import Birthplace
 from zeroexp.zero.home import Home
 from zeroexp.zero.placeholder import Placeholders
 from zeroexp.zero.registry import register
+from zeroexp.zero.shares import Spread, raw_parameters, shares_of
 
 
 class _Part:
@@ -36,10 +37,11 @@ class _Part:
         self, segment: Segment, params: Sequence[nn.Parameter], session: Session, tag: int
     ) -> None:
         world = session.world
-        self._segment, self._params, self._world, self._tag = segment, list(params), world, tag
+        self._segment, self._params, self._tag = segment, list(params), tag
         first = params[0]
         self._dtype, self._device = first.dtype, first.device
-        lo, hi = segment.bounds(world.gather.index)
+        self._sharing = world.sharing(segment.spread)
+        lo, hi = segment.bounds(self._sharing.gather.index)
         self._own = slice(lo, hi)
         self._birthplace = session.birthplace
         self._home: Home | None = session.birthplace.home(hi - lo, first.dtype, first.device)
@@ -63,8 +65,8 @@ class _Part:
         return [flat[s.offset : s.stop].view(s.spec.shape) for s in self._segment.slots]
 
     def _keep(self, flat: Tensor) -> None:
-        """Rank 0's values count; keep this rank's slice."""
-        self._world.control.broadcast(
+        """Rank 0's values count (of a share, its first holder's); keep this rank's slice."""
+        self._sharing.members.broadcast(
             flat, source=0, tag=self._tag, what="initial values of a sharded block"
         ).wait()
         assert self._home is not None
@@ -74,7 +76,7 @@ class _Part:
     def open(self) -> None:
         self._placeholders.check([s.spec.name for s in self._segment.slots])
         assert self._home is not None
-        flat, gather = self._whole(), self._world.gather
+        flat, gather = self._whole(), self._sharing.gather
         gather.all_gather(
             flat, self._home.fetch(), tag=self._tag, what="all-gather of a block under construction"
         ).wait()
@@ -100,14 +102,26 @@ class BornUnit:
     transferable = True
     sharded = True
 
-    def __init__(self, session: Session, named: Mapping[str, nn.Parameter], number: int) -> None:
+    def __init__(
+        self,
+        session: Session,
+        named: Mapping[str, nn.Parameter],
+        shares: Mapping[int, Share],
+        number: int,
+    ) -> None:
         self._session = session
         self._depth = 0
         specs = [
-            ParamSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
+            ParamSpec(
+                name,
+                tuple(p.shape),
+                str(p.dtype).removeprefix("torch."),
+                spread=shares[id(p)].count if id(p) in shares else 1,
+            )
             for name, p in named.items()
         ]
-        unit = make_unit(f"block {number}", specs, session.world.gather.size)
+        unit = make_unit(f"block {number}", specs, session.world.sharing().gather.size)
+        self._spreads = {id(named[spec.name]): spec.spread for spec in specs}
         self._parts = [
             _Part(s, [named[slot.spec.name] for slot in s.slots], session, 1 + k)
             for k, s in enumerate(unit.segments)
@@ -116,6 +130,9 @@ class BornUnit:
     @property
     def world(self) -> World:
         return self._session.world
+
+    def holders(self, param: nn.Parameter) -> Group:
+        return self.world.sharing(self._spreads[id(param)]).members
 
     def give_up(self) -> None:
         for part in self._parts:
@@ -180,6 +197,7 @@ class Session:
         unit = BornUnit(
             self,
             {n: named[n] for n in sorted(unique.values(), key=list(named).index)},
+            self._shares(parent, name, module),
             self._num_units,
         )
         for sub, keys in table.values():
@@ -187,6 +205,17 @@ class Session:
         for param in named.values():
             register(param, unit)
         ops.return_freed_memory()
+
+    @staticmethod
+    def _shares(parent: nn.Module, name: str, module: nn.Module) -> dict[int, Share]:
+        """Of a block, also of one that is an expert itself."""
+        found = shares_of(module)
+        if isinstance(parent, Spread):
+            for path, param in raw_parameters(module):
+                share = parent.zeroexp_share(f"{name}.{path}")
+                if share is not None:
+                    found[id(param)] = share
+        return found
 
     def visit(self, unit: BornUnit) -> None:
         """``unit`` is touched: whole from now on, until another one is."""
@@ -225,7 +254,7 @@ def sharded_init(config: Config | Mapping[str, Any] | None = None) -> Iterator[N
         return
     size = config.zero.shard_size if isinstance(config.zero.shard_size, int) else None
     if config.zero.shard_size == "node":
-        size = config.trainer.devices
+        size = config.node_data_ranks
     world = World.create(Ledger(), shard_size=size, timeout=float(config.launch.timeout))
     session = Session(world, Birthplace(config, world.rank))
     handle = register_module_module_registration_hook(session.registered)
@@ -236,7 +265,27 @@ def sharded_init(config: Config | Mapping[str, Any] | None = None) -> Iterator[N
         session.end()
 
 
+@contextmanager
+def built_whole() -> Iterator[None]:
+    """Blocks of what is built inside are not sharded one by one, also where a ``sharded_init`` is
+    open: nobody can tell yet that they belong to something that other ranks do not have."""
+    paused = [session for session in _open() if session.active]
+    for session in paused:
+        session.active = False
+    try:
+        yield
+    finally:
+        for session in paused:
+            session.active = True
+
+
 def _nested() -> bool:
-    """Whether another ``sharded_init`` is open: its hook is registered."""
+    """Whether another ``sharded_init`` is open."""
+    return bool(_open())
+
+
+def _open() -> list[Session]:
+    """The sessions whose hook is registered."""
     hooks = nn.modules.module._global_module_registration_hooks.values()
-    return any(isinstance(getattr(h, "__self__", None), Session) for h in hooks)
+    owners = [getattr(hook, "__self__", None) for hook in hooks]
+    return [owner for owner in owners if isinstance(owner, Session)]

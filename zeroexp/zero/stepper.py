@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroexp.errors import OptimizerError
+from zeroexp.layout import Share
 from zeroexp.optim.elementwise import is_elementwise
 from zeroexp.optim.face import Face
 from zeroexp.optim.history import History, Run, per_element
@@ -51,7 +52,7 @@ class Stepper:
         self._first_group = first_group
         self._around = around
         _refuse_closures(face.optimizer)
-        cut = around.placement.optim.sharded and around.world.gather.size > 1
+        cut = around.placement.optim.sharded and around.world.sharing().gather.size > 1
         whole = not is_elementwise(face.optimizer)
         if whole and cut:
             raise OptimizerError(
@@ -68,6 +69,22 @@ class Stepper:
         self._pieces: PieceStep | None = None
         self._stepped: set[int] = set()
         self.adopt(segments)
+
+    def refuse_cut(self, shares: Mapping[int, Share]) -> None:
+        """Raise :class:`OptimizerError` when the optimizer looks at whole parameters and ``shares``
+        (by ``id``) are slices of some."""
+        cut = [
+            slot.spec.name
+            for segment in self.segments
+            for slot, param in zip(segment.spec.slots, segment.params, strict=True)
+            if (share := shares.get(id(param))) is not None and not share.ends
+        ]
+        if self.whole and cut:
+            raise OptimizerError(
+                f"{type(self.optimizer).__name__} looks at whole parameters (it gives other "
+                f"results on slices), but {cut[0]} holds some of the experts only. Use "
+                "moe.expert_parallel=1, or an element-wise optimizer."
+            )
 
     def adopt(self, segments: Sequence[SegmentState]) -> None:
         """Take over those of ``segments`` that belong to groups of this optimizer."""
@@ -121,7 +138,7 @@ class Stepper:
         run for all parameters that share a history."""
         self._check_groups()
         around = self._around
-        around.world.gather.settle()
+        around.world.settle()
         active = [s for s in self.segments if any(touched[s.tag])]
         rest = [s for s in active if s.tag not in self._stepped]
         for segment in rest:

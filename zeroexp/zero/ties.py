@@ -46,28 +46,34 @@ class Ties:
             segment.assign(values)
 
     @torch.no_grad()
-    def sum_gradients(self, segments: Sequence[SegmentState]) -> bool:
-        """Give each copy the sum of the owned, reduced gradients of all; whether there were any
-        (collective over the pipe)."""
+    def sum_gradients(self, segments: Sequence[SegmentState], touched: Sequence[bool]) -> bool:
+        """Give each copy the sum of the owned, reduced gradients of all; whether there are tied
+        weights (collective over the pipe). ``touched``: of each segment, whether any data-parallel
+        rank had a gradient for it."""
         tied = self._of(segments)
-        if not tied:
-            return False
-        for name, segment in tied:
-            self._touch(self._group(name), name, segment)
-        for name, segment in tied:
-            if any(segment.grads.touched):
-                with segment.grads.at_hand(edits=True) as owned:
-                    self._sum(name, owned)
-        return True
+        had = {id(s): had for s, had in zip(segments, touched, strict=True)}
+        summed = [
+            (name, segment)
+            for name, segment in tied
+            if self._anywhere(self._group(name), name, had[id(segment)])
+        ]
+        for _, segment in summed:
+            self._take_part(segment)
+        for name, segment in summed:
+            with segment.grads.at_hand(edits=True) as owned:
+                self._sum(name, owned)
+        return bool(tied)
 
-    def _touch(self, group: Group, name: str, segment: SegmentState) -> None:
-        """A copy that got no gradient itself takes part with zeros, if another one got any."""
-        mine = torch.tensor([float(segment.grads.has_owned)])
-        others = group.exchange(mine, f"who has a gradient of the tied {name}")
-        if bool(others.any()) and not segment.grads.has_owned:
+    def _anywhere(self, group: Group, name: str, here: bool) -> bool:
+        row = torch.tensor([float(here)])
+        return bool(group.exchange(row, f"who has a gradient of the tied {name}").any())
+
+    def _take_part(self, segment: SegmentState) -> None:
+        """A copy that got no gradient itself takes part with zeros: all are stepped, or none."""
+        if not segment.grads.has_owned:
             unit = self._model.place[id(segment.params[0])][0]
             self._reducer.flush([unit])
-            segment.grads.touched = [True]
+        segment.grads.touched = [True]
 
     def _sum(self, name: str, owned: Tensor) -> None:
         here = owned.to(self._model.around.device)  # itself, unless it is off the device

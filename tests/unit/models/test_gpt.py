@@ -288,3 +288,15 @@ def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, int], message: str) 
 def test_a_model_that_is_not_built_in_is_refused() -> None:
     with pytest.raises(ModelError, match="external is not built in"):
         build(ModelConfig(kind="external"), seed=0)
+
+
+def test_layers_that_ran_in_inference_mode_can_be_trained() -> None:
+    """Lightning validates in inference mode before the first step."""
+    layers = [layer for _, layer in make("llama").pipeline_layers()]  # type: ignore[operator]
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    for mode in (torch.inference_mode(), torch.enable_grad()):
+        with mode:
+            value = tokens
+            for layer in layers:
+                value = layer(value)
+    value.sum().backward()

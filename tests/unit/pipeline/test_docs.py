@@ -14,7 +14,8 @@ from zeroexp.pipeline.schedules import RECIPES
 from zeroexp.pipeline.simulate import simulate
 
 PAGE = (Path(__file__).parents[3] / "docs" / "pipeline.md").read_text()
-(PLANS,) = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)
+PLANNING = PAGE.partition("## Planning one")[2]
+(PLANS,) = re.findall(r"^```bash\n(.*?)^```$", PLANNING, re.M | re.S)
 (REFUSED,) = re.findall(r"^```console\n(.*?)^```$", PAGE, re.M | re.S)
 
 

@@ -135,3 +135,16 @@ def test_gpu_peaks_come_from_the_data_sheet_or_stay_unknown() -> None:
     assert gpu_peak("NVIDIA H100 PCIe", "bf16", 1).value == 756e12
     assert gpu_peak("NVIDIA H200", "fp32", 2).value == 2 * 67e12
     assert gpu_peak("NVIDIA Quadro 600", "bf16", 1).value is None
+
+
+def test_a_pipeline_of_gpus_has_the_peak_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of its data ranks alone: their tokens are worked on by every stage."""
+    import torch
+
+    from zeroexp.config import Config
+    from zeroexp.run.training import _peak
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    keys = {"trainer.accelerator": "gpu", "trainer.devices": 4, "precision.compute": "bf16"}
+    config = Config.from_mapping({**keys, "pipeline.schedule": "1f1b", "pipeline.stages": 2})
+    assert _peak(config).value == 4 * 989e12

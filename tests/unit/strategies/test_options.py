@@ -149,3 +149,29 @@ def test_shard_size_is_checked_against_the_ranks_that_run() -> None:
             1,
         )
     assert on_ranks(asked, "cpu", 3, 1).shard_size == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "pipeline"),
+    [
+        (None, "1f1b"),
+        (None, {"schedule": "1f1b", "stages": 2}),
+        ({"pipeline": {"schedule": "1f1b"}}, None),
+        ({"pipeline.schedule": "1f1b", "pipeline.stages": 2, "zero.stage": 1}, None),
+    ],
+)
+def test_a_pipeline_waits_for_the_ranks_that_lightning_starts(config: Any, pipeline: Any) -> None:
+    """The batch is of unknown size, so there are 4 micro-batches per rank of the pipe."""
+    asked = build_config(config, {}, None, None, pipeline)
+    assert asked.pipeline.size == 2
+    for devices in (2, 4):
+        placed = on_ranks(asked, "cpu", devices, 1)
+        assert (placed.ranks, placed.data_ranks) == (devices, devices // 2)
+        assert placed.pipeline.num_micro_batches(placed.micro_batch_size) == 8
+    with pytest.raises(ConfigError, match="2 does not divide 3 ranks"):
+        on_ranks(asked, "cpu", 3, 1)
+
+
+def test_a_schedule_without_stages_stays_a_problem() -> None:
+    with pytest.raises(ConfigError, match=r"pipeline\.stages  3 without a schedule"):
+        build_config(None, {}, None, None, {"stages": 3})

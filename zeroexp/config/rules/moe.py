@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from zeroexp.config.later import EXPERT_PARALLEL
 from zeroexp.config.rules.rule import Rule, differs, divisors
 from zeroexp.config.tree import KEYS, Config
 
@@ -90,10 +89,17 @@ MOE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         key="moe.expert_parallel",
-        why=f"experts on several ranks arrive with {EXPERT_PARALLEL}",
-        reads=("moe.expert_parallel", _ON),
-        broken=lambda c: _has(c) and c.moe.expert_parallel > 1,
-        problem=lambda c: f"{c.moe.expert_parallel} arrives with {EXPERT_PARALLEL}.",
-        fix=lambda c: "Use 1: zero=stage3 shards the experts over all data ranks",
+        why="a sharded copy of the model has all experts, or each rank whole ones",
+        reads=("moe.expert_parallel", "zero.shard_size", "trainer.devices", _ON),
+        broken=lambda c: (
+            _has(c)
+            and c.moe.expert_parallel % c.shard_size != 0
+            and c.shard_size % c.moe.expert_parallel != 0
+        ),
+        problem=lambda c: (
+            f"{c.moe.expert_parallel} and zero.shard_size={c.shard_size}: neither divides the "
+            "other."
+        ),
+        fix=lambda c: f"Use {divisors(c.shard_size)}, or a multiple of {c.shard_size}",
     ),
 )

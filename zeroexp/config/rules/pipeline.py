@@ -200,6 +200,18 @@ def _asked(
     )
 
 
+def _says_the_schedule(key: str) -> Rule:
+    """A key that orders the gathers of a pass, in a pipe whose list orders them."""
+    return Rule(
+        key=key,
+        why="in a pipeline the schedule says when parameters are gathered and released",
+        reads=(key, *_PIPE),
+        broken=lambda c: c.pipeline.is_on and differs(c, key),
+        problem=lambda c: f"{c.get(key)} does nothing in a pipeline.",
+        fix=lambda c: "Leave it out; pipeline.whole_stages keeps more stages whole",
+    )
+
+
 PIPELINE_RULES: tuple[Rule, ...] = (
     Rule(
         key="pipeline.stages",
@@ -256,6 +268,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
             else f"Use at most pipeline.virtual, {c.pipeline.num_virtual}"
         ),
     ),
+    *(_says_the_schedule(key) for key in ("zero.prefetch", "zero.reshard_after_forward")),
     Rule(
         key="moe.kind",
         why="losses and statistics of experts are added up on one rank, that of the last stage",

@@ -56,7 +56,7 @@ class PipelineConfig:
     )
     cut: str | tuple[int, ...] = setting(
         "parameters",
-        "what is even between stages. parameters, layers or time (measured on the first batch), "
+        "what is even between stages. parameters, layers or time (measured on a sample), "
         "or the layers of every stage, as in [3,4,3].",
         changes="state bytes and time of each stage",
         choices=WAYS,

@@ -8,7 +8,7 @@ happens.
 
 from zeroexp.pipeline.runtime.channel import Channel
 from zeroexp.pipeline.runtime.executor import Executor
-from zeroexp.pipeline.runtime.micro_batches import Mapped, split_batch
+from zeroexp.pipeline.runtime.micro_batches import Mapped, Parts, split_batch
 from zeroexp.pipeline.runtime.owner import Owner
 from zeroexp.pipeline.runtime.run import Result
 from zeroexp.pipeline.runtime.split import layers_of, split
@@ -20,6 +20,7 @@ __all__ = [
     "Executor",
     "Mapped",
     "Owner",
+    "Parts",
     "Result",
     "Stage",
     "Ties",

@@ -57,6 +57,8 @@ class Executor:
         self._loss = loss
         self.owner: Owner = owner or Nobody()
         self._last = schedule.num_stages - 1
+        self._interrupted = False
+        """Whether a run did not come to its end, where the ranks meet."""
         self.schedule = agree(schedule, channel, self._check)
         self._outboxes: dict[tuple[Way, int], Outbox] = {}
         self._inboxes: dict[tuple[Way, int], Inbox] = {}
@@ -182,6 +184,12 @@ class Executor:
     def _carry_out(
         self, run: Run, actions: Sequence[Action], prepare: Callable[[], None]
     ) -> Result:
+        if self._interrupted:
+            raise ModelError(
+                "an earlier run of this pipeline was interrupted: what its stages sent each other "
+                "is still on its way. Build a new engine, and load a checkpoint"
+            )
+        self._interrupted = True
         owed = Counter((action.kind, action.stage) for action in actions if action.is_transfer)
         for (way, boundary), outbox in self._outboxes.items():
             kind = Kind.SEND_ACTIVATION if way is Way.ACTIVATION else Kind.SEND_GRADIENT
@@ -204,6 +212,7 @@ class Executor:
             cause = error
             failure = failure_of(error, action, self.channel.rank)
         notes: Sequence[Note | None] | None = None
+        met = True
         try:
             if failure is not None:
                 self._give_up(actions)
@@ -217,6 +226,8 @@ class Executor:
             if cause is None or not failure:
                 raise
             notes = [failure]  # nobody to agree with, but this rank has an error of its own
+            met = False
+        self._interrupted = not met
         if notes is not None:
             first = first_of(notes)
             raise first from cause if first.rank == self.channel.rank else None

@@ -24,9 +24,10 @@ def layer_costs(layers: Sequence[NamedLayer], sample: Any, *, repeats: int = 3) 
     """Parameters, and per micro-batch like ``sample`` the seconds of forward, input gradient and
     weight gradient (the fastest of ``repeats``), the bytes kept for backward and those sent on.
 
-    Random numbers are drawn and gradients of the parameters are left as they were.
+    Random numbers to be drawn, buffers and gradients of the parameters are left as they were.
     """
     state = torch.get_rng_state()
+    buffers = [(b, b.clone()) for _, layer in layers for b in layer.buffers()]
     costs = []
     given: Any = sample
     for (name, module), sized in zip(layers, layer_sizes(layers), strict=True):
@@ -51,6 +52,9 @@ def layer_costs(layers: Sequence[NamedLayer], sample: Any, *, repeats: int = 3) 
         )
         given = Message(structure, [tensor.detach() for tensor in tensors])
     torch.set_rng_state(state)
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
     return costs
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +24,23 @@ class Mapped(Sequence[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         return self._make(self._values[index])
+
+
+class Parts(Sequence[Any]):
+    """:func:`split_batch`, when it is asked for."""
+
+    def __init__(self, batch: Any, micro_batches: int) -> None:
+        self._batch, self._micro_batches = batch, micro_batches
+
+    @cached_property
+    def _parts(self) -> list[Any]:
+        return split_batch(self._batch, self._micro_batches)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._parts[index]
 
 
 def split_batch(batch: Any, micro_batches: int) -> list[Any]:

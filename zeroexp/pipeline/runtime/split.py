@@ -10,6 +10,7 @@ are the model. Every parameter of the model belongs to a layer; one that belongs
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,7 +18,7 @@ from torch import nn
 
 from zeroexp.errors import ModelError
 from zeroexp.pipeline.cut import Cut, Layer
-from zeroexp.pipeline.runtime.stage import Stage
+from zeroexp.pipeline.runtime.stage import Context, Stage
 
 NamedLayer = tuple[str, nn.Module]
 
@@ -68,7 +69,13 @@ def layers_of(model: nn.Module) -> list[NamedLayer]:
     if isinstance(model, Layered):
         layers = [(str(name), layer) for name, layer in model.pipeline_layers()]
     elif isinstance(model, nn.Sequential):
-        layers = list(model.named_children())
+        if type(model).forward is not nn.Sequential.forward:
+            raise ModelError(
+                f"{type(model).__name__} is an nn.Sequential with a forward() of its own, which a "
+                "pipeline would leave out. Give it a method pipeline_layers() that returns (name, "
+                "module) pairs in order, each module taking what the one before returns"
+            )
+        layers = list(model._modules.items())  # used twice, there twice
     else:
         raise ModelError(
             f"{type(model).__name__} cannot be cut into stages: it is no nn.Sequential and offers "
@@ -95,7 +102,14 @@ def layer_sizes(layers: Sequence[NamedLayer]) -> list[Layer]:
     return [Layer(name, sum(p.numel() for p in layer.parameters())) for name, layer in layers]
 
 
-def split(model: nn.Module, cut: Cut, held: Sequence[int], *, recompute: bool = False) -> Split:
+def split(
+    model: nn.Module,
+    cut: Cut,
+    held: Sequence[int],
+    *,
+    recompute: bool = False,
+    context: Context = nullcontext,
+) -> Split:
     """The stages ``held`` (by ``Schedule.stages_of``) of ``model``, cut into
     ``Cut.num_stages``.
 
@@ -123,6 +137,6 @@ def split(model: nn.Module, cut: Cut, held: Sequence[int], *, recompute: bool = 
             names[name] = in_model.get(id(parameter), name)
             if not users[id(parameter)] <= set(held):
                 tied[names[name]] = parameter
-        stages.append(Stage(index, module, names=names, recompute=recompute))
+        stages.append(Stage(index, module, names=names, recompute=recompute, context=context))
         stages[-1].refuse_if_empty()
     return Split(tuple(stages), tied)

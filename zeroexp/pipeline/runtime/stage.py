@@ -8,6 +8,7 @@ saved it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from zeroexp.errors import ModelError, RankMismatch
 from zeroexp.pipeline.runtime.message import Message, Structure, TensorMeta, describe
 from zeroexp.pipeline.runtime.split_backward import SplitBackward
+
+Context = Callable[[], AbstractContextManager[Any]]
 
 LossOf = Callable[[Any], Tensor]
 """A micro-batch's loss from the last stage's output."""
@@ -63,7 +66,7 @@ class Stage:
     names in ``module`` (default: the same).
 
     ``recompute``: a micro-batch keeps its input alone, and backward runs forward again, with the
-    same random numbers (Chen et al., arXiv:1604.06174).
+    same random numbers (Chen et al., arXiv:1604.06174) and inside ``context()`` (autocast, say).
     """
 
     def __init__(
@@ -73,8 +76,10 @@ class Stage:
         *,
         names: dict[str, str] | None = None,
         recompute: bool = False,
+        context: Context = nullcontext,
     ) -> None:
         self.index = index
+        self._context = context
         self.module = module
         self.recompute = recompute
         parameters = dict(module.named_parameters())
@@ -196,7 +201,7 @@ class Stage:
             now = _random_state(self.device)
             _set_random_state(self.device, random)
             try:
-                with torch.enable_grad():
+                with torch.enable_grad(), self._context():
                     self._run(made, given, loss_of)
             finally:
                 _set_random_state(self.device, now)

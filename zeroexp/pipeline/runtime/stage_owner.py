@@ -28,13 +28,11 @@ class StageOwner:
         backward_scope: Scope,
     ) -> None:
         self._residency = residency
-        self._units = {stage.index: _units_of(stage, model) for stage in stages}
         self._forward_scope, self._backward_scope = forward_scope, backward_scope
+        self._units = {stage.index: _units_of(model, stage) for stage in stages}
         self._marked: list[int] = []
         self.ends_window = True
         """Whether a step follows the run that goes on."""
-        self.torn = False
-        """Whether a run failed, so that gradients are incomplete."""
 
     def unshard(self, stage: int) -> None:
         self._marked.append(stage)
@@ -62,13 +60,12 @@ class StageOwner:
         return self._backward_scope(last=last and self.ends_window, units=units)
 
     def failed(self) -> None:
-        self.torn = True
+        """Nothing yet: a peer may be gone, and the first error must not wait for it."""
 
     def tidy(self) -> None:
         """After a run that failed: nothing is marked any more."""
         for stage in list(self._marked):
             self.reshard(stage)
-        self.torn = False
 
     @contextmanager
     def all_whole(self) -> Iterator[None]:
@@ -76,15 +73,14 @@ class StageOwner:
         if not self._residency.gathers:
             yield
             return
-        held = list(self._units)
-        for stage in held:
+        for stage in self._units:
             self.unshard(stage)
         yield  # after an exception the ranks no longer agree: tidy() ends what is open
-        for stage in held:
+        for stage in self._units:
             self.reshard(stage)
 
 
-def _units_of(stage: Stage, model: ShardedModel) -> list[UnitState]:
-    """The units that a stage uses, in the model's order (some may be shared by two)."""
+def _units_of(model: ShardedModel, stage: Stage) -> list[UnitState]:
+    """The units that a stage uses, in the model's order (two stages may share some)."""
     own = {id(p) for p in stage.module.parameters()}
     return [u for u in model.units if any(id(p) in own for s in u.segments for p in s.params)]

@@ -1,0 +1,94 @@
+"""``python train.py pipeline=…``: the run, its figures beside the plan's, and the same again after
+a resume."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import TINY, Command
+
+pytestmark = pytest.mark.ranks
+
+PIPE = ["pipeline.stages=2", "pipeline.micro_batches=2"]
+SAVE = ["checkpoint=full", "checkpoint.every=2", "checkpoint.keep=2"]
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def as_planned(run: Path) -> dict[str, Any]:
+    """The result of ``run``, whose state and traffic are those of its plan."""
+    result: dict[str, Any] = read(run / "result.json")
+    assert result["status"] == "ok"
+    assert result["predicted"]["state_bytes"] == result["state_bytes"]
+    for rank, sent in result["comm_bytes_per_step"].items():
+        del sent["control"]
+        assert result["predicted"]["comm_bytes_per_step"][rank] == sent
+    return result
+
+
+def test_a_pipeline_trains_and_resumes_to_the_same_loss(train: Command) -> None:
+    words = [*TINY, "pipeline=1f1b", *PIPE, "trainer.devices=2"]
+    done = train(*words, *SAVE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = train.runs()
+    opening = (
+        "pipeline 1f1b: 2 ranks = pipe 2 x data 1; each data rank's batch in 2 parts of 2; idle "
+    )
+    assert re.search(re.escape(opening) + r"\d+\.\d% of a step as planned\n", done.stdout)
+    assert "on 2 CPU ranks" in done.stdout and "= 1 data rank x 1 micro-batch x 4" in done.stdout
+
+    result = as_planned(run)
+    assert result["steps"] == 4 and result["global_batch"] == 4
+    # 2 parts of 2 sequences of 16 tokens with 32 fp32 numbers each cross, and their gradients back
+    boundary = 2 * 2 * 16 * 32 * 4
+    assert [result["comm_bytes_per_step"][rank]["send"] for rank in ("0", "1")] == [boundary] * 2
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    for row in steps:
+        assert row["tokens_per_s"] == pytest.approx(4 * 16 / row["step_time_s"])
+    assert steps[-1]["loss"] == result["loss_last"]
+    assert rows[-1]["val_loss"] == result["val_loss"]
+
+    half = run / "checkpoints" / "step-00000002.ckpt"
+    again = train(*words, f"checkpoint.resume={half}", "name=again")
+    assert again.returncode == 0, again.stdout + again.stderr
+    resumed = read(train.runs("runs/again/*")[0] / "result.json")
+    assert resumed["loss_last"] == result["loss_last"]
+    assert resumed["val_loss"] == result["val_loss"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_stage_3_with_offload_in_a_pipe_is_as_planned(train: Command, schedule: str) -> None:
+    words = [*TINY, f"pipeline={schedule}", *PIPE, "zero=stage3", "offload=cpu"]
+    done = train(*words, "trainer.devices=4", "data.batch_size=8", *SAVE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = as_planned(train.runs()[0])
+    plain = train(*TINY, "trainer.devices=1", "data.batch_size=8", "name=plain")
+    assert plain.returncode == 0, plain.stdout + plain.stderr
+    alone = read(train.runs("runs/plain/*")[0] / "result.json")
+    for name in ("loss_first", "loss_last", "val_loss"):
+        assert result[name] == pytest.approx(alone[name], rel=1e-5)
+    for when in ("before", "after"):
+        norm = alone["grad_norm_last"][when]
+        assert result["grad_norm_last"][when] == pytest.approx(norm, rel=1e-4)
+
+
+@pytest.mark.full
+def test_a_sweep_over_schedules(train: Command) -> None:
+    words = [*TINY, "-m", "pipeline=gpipe,1f1b,zb_h1", *PIPE, "trainer.devices=2"]
+    done = train(*words, "--sweep-dir", "out", seconds=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with open(train.where / "out" / "results.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["pipeline"] for row in rows] == ["gpipe", "1f1b", "zb_h1"]
+    assert [row["status"] for row in rows] == ["ok"] * 3
+    losses = [float(row["loss_last"]) for row in rows]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
