@@ -93,6 +93,24 @@ def _moe(arguments: argparse.Namespace, argv: list[str]) -> None:
     _say("\n".join([*moe_result.rows(timings), "", *table.target_rows(verdicts)]))
 
 
+def _pipe(arguments: argparse.Namespace, argv: list[str]) -> None:
+    from benchmarks import pipe, pipe_result
+
+    if not arguments.no_install:
+        peer_env.make()
+    names = arguments.only.split(",") if arguments.only else list(pipe_result.VARIANTS)
+    unknown = [name for name in names if name not in pipe_result.VARIANTS]
+    if unknown:
+        known = ", ".join(pipe_result.VARIANTS)
+        raise SystemExit(f"unknown systems {', '.join(unknown)}; there are {known}")
+    result = provenance("pipe", argv)
+    for so_far in pipe.measure(arguments.rounds, arguments.steps, _say, names):
+        _write(Path(arguments.out) / "pipe.json", result | so_far)
+        timings = Timings(so_far)
+    verdicts = pipe_result.targets(timings)
+    _say("\n".join([*pipe_result.rows(timings), "", *table.target_rows(verdicts)]))
+
+
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     # An end by SIGTERM unwinds like Ctrl-C, so that the processes of all modes end too.
@@ -140,12 +158,15 @@ def main(argv: list[str] | None = None) -> None:
     io.add_argument("--out", default=str(RESULTS))
 
     layers = commands.add_parser("moe", help="the MoE layer beside DeepSpeed's and a dense one")
-    layers.add_argument("--rounds", type=int, default=7)
-    layers.add_argument("--steps", type=int, default=3, help="timed passes a round")
-    layers.add_argument(
-        "--no-install", action="store_true", help="do not make the peers' environment"
-    )
-    layers.add_argument("--out", default=str(RESULTS))
+    stages = commands.add_parser("pipe", help="the pipeline beside torch's and DeepSpeed's")
+    stages.add_argument("--only", help="comma-separated systems by the names in the table")
+    for parts in (layers, stages):
+        parts.add_argument("--rounds", type=int, default=7)
+        parts.add_argument("--steps", type=int, default=3, help="timed passes a round")
+        parts.add_argument(
+            "--no-install", action="store_true", help="do not make the peers' environment"
+        )
+        parts.add_argument("--out", default=str(RESULTS))
 
     commands.add_parser("peers", help="make the environment of the peers that need one")
 
@@ -161,6 +182,8 @@ def main(argv: list[str] | None = None) -> None:
         _offload(arguments, argv)
     elif arguments.command == "moe":
         _moe(arguments, argv)
+    elif arguments.command == "pipe":
+        _pipe(arguments, argv)
     elif arguments.command == "kernel":
         from benchmarks import kernel as adamw
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import subprocess
 from datetime import datetime, timezone
 from pathlib import Path
@@ -59,7 +60,7 @@ def provenance(kind: str, arguments: list[str]) -> dict[str, Any]:
     return {
         "schema_version": 1,
         "kind": kind,
-        "command": " ".join(["python -m benchmarks", *arguments]),
+        "command": f"python -m benchmarks {shlex.join(arguments)}",
         "commit": _git("rev-parse", "HEAD"),
         "dirty": bool(status) if status is not None else None,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),

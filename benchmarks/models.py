@@ -1,7 +1,8 @@
 """The two plain torch modules that every mode trains. They know nothing of zeroexp or of any peer.
 
 The GPT is the textbook pre-norm one (LayerNorm, learned positions, GELU, untied head). ``blocks``
-is what a system that shards by layer takes as its units, for both models.
+is what a system that shards by layer takes as its units, for both models, and
+``GPT.pipeline_layers()`` what a pipeline cuts between.
 """
 
 from __future__ import annotations
@@ -51,13 +52,38 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
 
+    def pipeline_layers(self) -> list[tuple[str, nn.Module]]:
+        """Applied in turn they make logits (batch, length, vocab) of tokens."""
+        return [
+            ("embedding", Embedding(self.tokens, self.positions)),
+            *((f"blocks.{index}", block) for index, block in enumerate(self.blocks)),
+            ("head", nn.Sequential(self.norm, self.head)),
+        ]
+
     def forward(self, tokens_BL: Tensor, targets_BL: Tensor) -> Tensor:
         positions_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
         x_BLD = self.tokens(tokens_BL) + self.positions(positions_L)
         for block in self.blocks:
             x_BLD = block(x_BLD)
-        logits = self.head(self.norm(x_BLD))
-        return F.cross_entropy(logits.flatten(0, 1), targets_BL.flatten())
+        return next_token_loss(self.head(self.norm(x_BLD)), targets_BL)
+
+
+class Embedding(nn.Module):
+    """Tokens (batch, length) to (batch, length, dim), by a model's own tables."""
+
+    def __init__(self, tokens: nn.Embedding, positions: nn.Embedding) -> None:
+        super().__init__()
+        self.tokens, self.positions = tokens, positions
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        positions_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
+        x_BLD: Tensor = self.tokens(tokens_BL) + self.positions(positions_L)
+        return x_BLD
+
+
+def next_token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
+    """Mean cross entropy in nats."""
+    return F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten())
 
 
 class MLP(nn.Module):

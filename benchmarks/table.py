@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import moe_result, offload_result, targets
+from benchmarks import moe_result, offload_result, pipe_result, targets
 from benchmarks.modes import MODES
 from benchmarks.offload_result import OffloadResult
 from benchmarks.summary import LOSS_TOLERANCE, Spread, WorkResult
@@ -62,9 +62,10 @@ TITLES = {
     "compose": "Command to answer",
     "io": "File engine",
     "moe": "Mixture of experts",
+    "pipe": "Pipeline",
 }
 
-ROWS = {"moe": moe_result.rows}
+ROWS = {"moe": moe_result.rows, "pipe": pipe_result.rows}
 """Tables that are not plain lists of timings."""
 
 NOTES = {
@@ -77,7 +78,8 @@ nothing at random (`use_rts` and `top2_2nd_expert_sampling` off), its other defa
 **to X**: the median over the rounds of the ratio within a round. **difference**: the largest
 relative one of the norms of the output and of all gradients; with a capacity, of the number of
 tokens that have an output.
-"""
+""",
+    "pipe": pipe_result.NOTE,
 }
 
 # The mode of a peer that does what this mode does.
@@ -277,6 +279,7 @@ def all_targets(
         *targets.compose(timings.get("compose")),
         *targets.file_engine(timings.get("io")),
         *moe_result.targets(timings.get("moe")),
+        *pipe_result.targets(timings.get("pipe")),
     ]
 
 

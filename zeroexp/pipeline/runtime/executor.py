@@ -55,7 +55,7 @@ class Executor:
         self.rank = channel.index
         self.stages = {stage.index: stage for stage in stages}
         self._loss = loss
-        self._owner: Owner = owner or Nobody()
+        self.owner: Owner = owner or Nobody()
         self._last = schedule.num_stages - 1
         self._interrupted = False
         """Whether a run did not come to its end, where the ranks meet."""
@@ -72,9 +72,9 @@ class Executor:
             Kind.SEND_GRADIENT: partial(self._send, Way.GRADIENT),
             Kind.RECV_ACTIVATION: partial(self._recv, Way.ACTIVATION),
             Kind.RECV_GRADIENT: partial(self._recv, Way.GRADIENT),
-            Kind.UNSHARD: lambda run, action: self._owner.unshard(action.stage),
-            Kind.RESHARD: lambda run, action: self._owner.reshard(action.stage),
-            Kind.REDUCE_GRADS: lambda run, action: self._owner.reduce_grads(action.stage),
+            Kind.UNSHARD: lambda run, action: self.owner.unshard(action.stage),
+            Kind.RESHARD: lambda run, action: self.owner.reshard(action.stage),
+            Kind.REDUCE_GRADS: lambda run, action: self.owner.reduce_grads(action.stage),
         }
         self._plan = _flat(self.schedule.lists[self.rank])
 
@@ -240,7 +240,7 @@ class Executor:
             outbox.fail()
         for stage in self.stages.values():
             stage.forget()
-        self._owner.failed()
+        self.owner.failed()
         lanes = [self._lane_in(action) for action in actions if action.kind in RECEIVES]
         to_come = Counter(lanes)
         for lane in lanes:
@@ -273,7 +273,7 @@ class Executor:
         if s == self._last:
             self._last_forward(run, given, m)
             return
-        with self._owner.forward(s, m):
+        with self.owner.forward(s, m):
             if run.training:
                 result = cast(Message, self.stages[s].forward(m, given))
             else:
@@ -285,7 +285,7 @@ class Executor:
         if self._loss is not None and run.targets is not None:
             loss_of = partial(_with_target, self._loss, run.targets[m])
         stage = self.stages[self._last]
-        with self._owner.forward(self._last, m):
+        with self.owner.forward(self._last, m):
             if run.training:
                 run.losses[m] = cast(Tensor, stage.forward(m, given, loss_of))
                 return
@@ -298,20 +298,20 @@ class Executor:
     def _backward(self, run: Run, action: Action) -> None:
         s, m = action.stage, _micro_batch(action)
         grads = self._output_grads(run, s, m)
-        with self._owner.backward(s, m, action.kind, run.last_backward[s] == action):
+        with self.owner.backward(s, m, action.kind, run.last_backward[s] == action):
             back = self.stages[s].backward(m, grads)
         self._hand_back(run, s, m, back)
 
     def _backward_input(self, run: Run, action: Action) -> None:
         s, m = action.stage, _micro_batch(action)
         grads = self._output_grads(run, s, m)
-        with self._owner.backward(s, m, action.kind, False):
+        with self.owner.backward(s, m, action.kind, False):
             back = self.stages[s].backward_input(m, grads)
         self._hand_back(run, s, m, back)
 
     def _backward_weight(self, run: Run, action: Action) -> None:
         s, m = action.stage, _micro_batch(action)
-        with self._owner.backward(s, m, action.kind, run.last_backward[s] == action):
+        with self.owner.backward(s, m, action.kind, run.last_backward[s] == action):
             self.stages[s].backward_weight(m)
 
     def _output_grads(self, run: Run, s: int, m: int) -> list[Tensor | None]:
