@@ -13,6 +13,10 @@ from pipeline_lab import SCHEDULES
 from small import STAGES, furthest
 from torch import Tensor
 
+from zeroexp.pipeline.runtime import layers_of
+from zeroexp.pipeline.runtime.part import layered_in
+from zeroexp.pipeline.runtime.split import layer_sizes
+
 EXACT = 1e-9  # fp64, sums in another order
 
 
@@ -22,17 +26,19 @@ def check(trials: Sequence[Trial], results: Sequence[Sequence[dict[str, Any]]]) 
         data_ranks = len(found) // trial.of.stages
         assert [each["error"] for each in found] == [""] * len(found), trial
         losses, norms, weights = plain(trial, data_ranks)
-        assert gap(found[0]["state"], weights) <= EXACT, trial
+        # A model whose weights grow is compared by their size.
+        limit = EXACT * max(1.0, *(float(t.abs().max()) for t in weights.values() if t.numel()))
+        assert gap(found[0]["state"], weights) <= limit, trial
         assert not any(each["state"] for each in found[1:]), trial
         for each in found:
             assert gap(each["whole"], found[0]["whole"]) == 0, trial
-            assert gap(each["whole"], weights) <= EXACT, trial
-            assert each["norms"] == pytest.approx(norms, abs=EXACT), trial
+            assert gap(each["whole"], weights) <= limit, trial
+            assert each["norms"] == pytest.approx(norms, abs=EXACT, rel=EXACT), trial
         mean = [
             sum(v) / data_ranks
             for v in zip(*(f["losses"] for f in found[:data_ranks]), strict=True)
         ]
-        assert mean == pytest.approx(losses, abs=EXACT), trial
+        assert mean == pytest.approx(losses, abs=EXACT, rel=EXACT), trial
 
 
 def gap(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
@@ -77,7 +83,8 @@ def test_every_model_at_every_stage(ranks: Callable[[int], Any], stages: int, st
     kinds = itertools.cycle(["adamw", "two", "momentum", "groups", "halves"])
     trials = []
     for name in of(stages):
-        few = len(list(STRAINS[name].build().parameters())) < 2 * stages
+        layers = layer_sizes(layers_of(layered_in(STRAINS[name].build())))
+        few = sum(layer.params > 0 for layer in layers) < 2 * stages
         schedule = next(schedules)
         if stages > 2 or few or name in ("tied_over_three", "detached"):
             schedule = "zb_h1" if stage % 2 else "1f1b"
