@@ -202,6 +202,6 @@ def small_case() -> tuple[tuple[float, float], Any, Any]:
     """The chain's differences, and a training both ways, in one visit of two ranks; and the code of
     the documentation runs."""
     page = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
-    exec(page.split("```python\n")[1].split("```")[0], {})
+    exec(page.split("```py\n")[1].split("```")[0], {})
     apart = differences(decoder(tied=True, attention="eager"), batch_of(4, 0, padded=True))
     return apart, *both(Case("zb_h1", 3, tied=True, padded=True))
