@@ -170,8 +170,14 @@ class Engine:
             self.reducer.following,
             reason=steps_at_once if limit is None else "gradients are clipped",
         )
+        this = weakref.proxy(self)  # what is parked is known to the model, which outlives an engine
         self._parked = Parked(
-            self.model, self.steppers, self._delayed, self._early, self.config, self._why_in_use
+            self.model,
+            self.steppers,
+            self._delayed,
+            self._early,
+            self.config,
+            lambda: this._why_in_use(),
         )
         self.model.before_whole = self._parked.reload
         self._boundary = Boundary(
