@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zeroexp.layout import Share
 from zeroexp.zero.model import ShardedModel
+from zeroexp.zero.shares import raw_tensors
 from zeroexp.zero.stepper import Stepper
 
 
@@ -66,18 +67,7 @@ def expanded(named: Iterable[tuple[str, Tensor]], shares: Mapping[int, Share]) -
 
 def entries(model: ShardedModel) -> list[Entry]:
     """In the order of ``module.state_dict()`` of the whole module, without asking for values."""
-    return list(expanded(_named(model.module), model.shares))
-
-
-def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for path, sub in module.named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
-        for name, param in dict.items(sub._parameters):
-            if param is not None:
-                yield prefix + name, param
-        for name, buffer in sub._buffers.items():
-            if buffer is not None and name not in sub._non_persistent_buffers_set:
-                yield prefix + name, buffer
+    return list(expanded(raw_tensors(model.module, saved=True), model.shares))
 
 
 def optimizer_entries(model: ShardedModel, stepper: Stepper) -> list[list[Entry]]:

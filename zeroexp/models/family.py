@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zeroexp.config.sections import ModelConfig, MoeConfig
@@ -19,6 +19,23 @@ TOKEN_ID_BYTES = 8
 
 LOSS_BYTES = 4
 """Bytes that the loss keeps of a logit: its log-probability in fp32."""
+
+
+def block_shapes(block: LayerShape, count: int) -> list[LayerShape]:
+    """``count`` equal blocks under the names that they have in a model."""
+    return [replace(block, name=f"blocks.{i}", prefixes=(f"blocks.{i}.",)) for i in range(count)]
+
+
+def head_shape(dim: int, vocab: int) -> LayerShape:
+    """The head from width ``dim`` to ``vocab`` scores, with the loss on them."""
+    return LayerShape(
+        "head",
+        ("head.",),
+        vocab,
+        weights=vocab * dim,
+        kept=dim,
+        kept_bytes=LOSS_BYTES * vocab + TOKEN_ID_BYTES,
+    )
 
 
 @dataclass(frozen=True)

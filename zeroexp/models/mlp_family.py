@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zeroexp.config.sections import ModelConfig, MoeConfig
 from zeroexp.layout import ParamSpec
-from zeroexp.models.family import LOSS_BYTES, TOKEN_ID_BYTES, Family
+from zeroexp.models.family import TOKEN_ID_BYTES, Family, block_shapes, head_shape
 from zeroexp.plan.layer_shape import LayerShape
 
 if TYPE_CHECKING:
@@ -56,18 +55,8 @@ def layer_shapes(model: ModelConfig, recompute: bool) -> list[LayerShape]:
     )
     return [
         LayerShape("embedding", ("embedding.",), dim, kept_bytes=TOKEN_ID_BYTES),
-        *(
-            replace(block, name=f"blocks.{i}", prefixes=(f"blocks.{i}.",))
-            for i in range(model.layers)
-        ),
-        LayerShape(
-            "head",
-            ("head.",),
-            vocab,
-            weights=vocab * dim,
-            kept=dim,
-            kept_bytes=LOSS_BYTES * vocab + TOKEN_ID_BYTES,
-        ),
+        *block_shapes(block, model.layers),
+        head_shape(dim, vocab),
     ]
 
 

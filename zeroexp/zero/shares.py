@@ -39,14 +39,15 @@ def raw_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield name, tensor
 
 
-def raw_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def raw_tensors(module: nn.Module, *, saved: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers by name, a shared one under each of its names, without making anything
-    whole."""
+    whole; ``saved``: those in ``module.state_dict()``, in its order."""
     for path, sub in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for name, param in dict.items(sub._parameters):
             if param is not None:
                 yield prefix + name, param
+        left_out = sub._non_persistent_buffers_set if saved else ()
         for name, buffer in sub._buffers.items():
-            if buffer is not None:
+            if buffer is not None and name not in left_out:
                 yield prefix + name, buffer
