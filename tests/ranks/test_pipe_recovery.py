@@ -343,7 +343,11 @@ def single() -> tuple[list[float], dict[str, Tensor]]:
     engine = PipeEngine(
         model,
         torch.optim.SGD(model.parameters(), lr=0.05),
-        {"trainer": {"gradient_clip_val": None}, "zero": {"stage": 2}, "precision": "fp32"},
+        {
+            "trainer": {"gradient_clip_val": None},
+            "zero": {"stage": 2},
+            "precision": {"compute": "fp32"},
+        },
         loss=F.mse_loss,
     )
     losses = [engine.train_batch(*batch[rank()]) for batch in batches(1, 2)]
