@@ -98,8 +98,9 @@ class Engine:
             parts=part.count if part is not None else 1,
         )
         self.rank, self.world_size = self.world.rank, self.world.size
-        self._companions = companions(module)
-        for companion in self._companions:
+        self.companions = companions(module)
+        """What kinds of modules in the model need of who trains them."""
+        for companion in self.companions:
             companion.join(self.world)
         # An engine that is dropped without close() must not leave its threads behind.
         self._drop_threads = weakref.finalize(self, self.world.close)
@@ -209,7 +210,7 @@ class Engine:
         )
         self._attachment = Attachment(self.model, self.residency, hooks, root, self._forward_begins)
         if self.rank == 0 and self.optimizers:
-            for companion in self._companions:
+            for companion in self.companions:
                 for warning in companion.warnings(groups):
                     _LOG.warning("%s", warning)
         self._closed = self._warned = False
@@ -404,7 +405,7 @@ class Engine:
             return False
         self._parked.need("a step", *STATE_KINDS)
         applied = self._boundary.step(self._chosen(optimizer))
-        for companion in self._companions if applied else ():
+        for companion in self.companions if applied else ():
             companion.after_step(self.world.control)
         if applied and self.scheduler is not None:
             self.scheduler.step()

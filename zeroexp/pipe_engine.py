@@ -28,6 +28,7 @@ from zeroexp.pipeline.runtime import (
     split,
 )
 from zeroexp.pipeline.runtime.arrangement import Sampling, arrange
+from zeroexp.pipeline.runtime.carried import carry_losses
 from zeroexp.pipeline.runtime.part import layered_in, part_of
 from zeroexp.pipeline.runtime.stage_owner import StageOwner
 from zeroexp.pipeline.runtime.tree import tensors_of
@@ -103,6 +104,9 @@ class PipeEngine(Engine):
             steps_at_once="the stages of a pipeline are stepped together",
             part=part_of(module, layers, found.where, schedule.rank_of, place),
         )
+        numbers = map(found.where.stage, range(found.where.num_stages))
+        parts = [[layers[number][1] for number in stage] for stage in numbers]
+        carry_losses(stages, parts, self.companions)
         residency = cast(MarkedResidency, self.residency)
         if residency.gathers:
             schedule = with_residency(schedule, asked.whole_stages)

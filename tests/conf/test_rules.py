@@ -533,10 +533,18 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"zero.reshard_after_forward": "true"},
     ),
     (
-        {**F1B1, "moe.kind": "top2"},
-        "moe.kind",
-        "top2 in a pipeline",
-        {"pipeline.schedule": "none"},
+        {
+            **F1B1,
+            "pipeline.stages": 2,
+            "pipeline.cut": "time",
+            "trainer.devices": 4,
+            "moe.kind": "top2",
+            "moe.expert_parallel": 2,
+        },
+        "moe.expert_parallel",
+        "2 with layers that are measured (pipeline.cut=time). Use a named schedule with "
+        "pipeline.cut=parameters",
+        {"pipeline.cut": "parameters"},
     ),
     *(
         (

@@ -14,6 +14,7 @@ from processes import TINY, Command
 
 pytestmark = pytest.mark.ranks
 
+PAGE = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
 PIPE = ["pipeline.stages=2", "pipeline.micro_batches=2"]
 SAVE = ["checkpoint=full", "checkpoint.every=2", "checkpoint.keep=2"]
 
@@ -92,3 +93,31 @@ def test_a_sweep_over_schedules(train: Command) -> None:
     assert [row["status"] for row in rows] == ["ok"] * 3
     losses = [float(row["loss_last"]) for row in rows]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+def test_experts_on_every_stage(train: Command) -> None:
+    """The command of docs/pipeline.md; what the gates of both stages do is in the result."""
+    (line,) = re.findall(r"^python train.py (.* moe=.*)$", PAGE, re.M)
+    words = [*TINY, *line.split(), "data.batch_size=8", "precision=fp32"]
+    done = train(*words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = read(train.runs()[0] / "result.json")
+    assert result["status"] == "ok"
+    assert result["predicted"]["state_bytes"] == result["state_bytes"]
+    for rank, sent in result["comm_bytes_per_step"].items():
+        planned = result["predicted"]["comm_bytes_per_step"][rank]
+        for op in ("all_gather", "reduce_scatter", "send"):
+            assert sent.get(op) == planned.get(op)
+        assert sent["all_to_all"] > 0 < planned["all_to_all"]
+    assert set(result["moe"]) == {"model.blocks.0.mlp", "model.blocks.1.mlp"}
+    added = 0.0
+    for layer in result["moe"].values():
+        assert sum(layer["tokens_per_expert"]) == 8 * 16 * 2
+        assert layer["all_to_all_bytes"] > 0
+        added += 0.01 * layer["losses"]["balance"]
+    assert result["auxiliary_loss_last"] == pytest.approx(added, rel=1e-5)
+    plain = train(*TINY, "moe=top2", "moe.experts=4", "data.batch_size=8", "trainer.max_steps=1",
+                  "trainer.devices=1", "precision=fp32", "name=plain")  # fmt: skip
+    alone = read(train.runs("runs/plain/*")[0] / "result.json")
+    assert plain.returncode == 0
+    assert result["loss_first"] == pytest.approx(alone["loss_first"], rel=1e-5)

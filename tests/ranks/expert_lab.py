@@ -55,8 +55,8 @@ def engine_of(
     model: nn.Module, keys: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None
 ) -> Engine:
     made = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
-    devices = {"trainer.devices": dist.get_world_size()}
-    return Engine(model, made, Config.from_mapping({**devices, **keys}))
+    fixed = {"trainer.devices": dist.get_world_size(), "precision.compute": "fp32"}
+    return Engine(model, made, Config.from_mapping({**fixed, **keys}))
 
 
 def steps(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,12 +18,15 @@ TOKEN_ID_BYTES = 8
 """Bytes of a token id on its way through the model (int64)."""
 
 LOSS_BYTES = 4
-"""Bytes that the loss keeps of a logit: its log-probability in fp32."""
+"""Bytes of a loss, and what it keeps of a logit: its log-probability. Both are in fp32."""
 
 
-def block_shapes(block: LayerShape, count: int) -> list[LayerShape]:
-    """``count`` equal blocks under the names that they have in a model."""
-    return [replace(block, name=f"blocks.{i}", prefixes=(f"blocks.{i}.",)) for i in range(count)]
+def block_shapes(blocks: Sequence[LayerShape]) -> list[LayerShape]:
+    """Blocks under the names that they have in a model."""
+    return [
+        replace(block, name=f"blocks.{i}", prefixes=(f"blocks.{i}.",))
+        for i, block in enumerate(blocks)
+    ]
 
 
 def head_shape(dim: int, vocab: int) -> LayerShape:
@@ -48,7 +51,7 @@ class Family:
     ``matmul_weights(model, moe)``: elements of all weights that one token is multiplied with.
     ``idle_params(model, moe)``: elements of the experts that a token leaves out.
     ``attention_width(model)``: layers x heads x head dimension (0 without attention).
-    ``layer_shapes(model, recompute)``: the layers that a pipeline can cut between, in order.
+    ``layer_shapes(model, moe, recompute)``: the layers that a pipeline can cut between, in order.
     ``build(model, moe, recompute)``: the module, its weights drawn from torch's current generator.
     """
 
@@ -56,5 +59,5 @@ class Family:
     matmul_weights: Callable[[ModelConfig, MoeConfig], int]
     idle_params: Callable[[ModelConfig, MoeConfig], int]
     attention_width: Callable[[ModelConfig], int]
-    layer_shapes: Callable[[ModelConfig, bool], list[LayerShape]]
+    layer_shapes: Callable[[ModelConfig, MoeConfig, bool], list[LayerShape]]
     build: Callable[[ModelConfig, MoeConfig, bool], nn.Module]

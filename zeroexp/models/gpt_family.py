@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zeroexp.config.sections import ModelConfig, MoeConfig
 from zeroexp.errors import ConfigError, Problem
 from zeroexp.layout import ParamSpec
-from zeroexp.models.family import TOKEN_ID_BYTES, Family, block_shapes, head_shape
+from zeroexp.models.family import LOSS_BYTES, TOKEN_ID_BYTES, Family, block_shapes, head_shape
 from zeroexp.plan.layer_shape import LayerShape
 
 if TYPE_CHECKING:
@@ -125,12 +126,28 @@ def matmul_weights(model: ModelConfig, moe: MoeConfig) -> int:
     """Elements of the projections, the MLPs and the head (counted whether tied or not; the
     embedding is a look-up). Of experts those that one token takes, and the gate."""
     attention = 2 * model.dim**2 + 2 * model.dim * model.num_kv_heads * head_dim(model)
-    mlp = _expert_weights(model)
-    sparse = (moe.num_choices + moe.shared + moe.residual) * mlp
-    sparse += (moe.experts + 2 * moe.residual) * model.dim
     blocks = moe.num_blocks(model.layers)
-    dense = model.layers * attention + (model.layers - blocks) * mlp
-    return dense + blocks * sparse + model.vocab_size * model.dim
+    dense = model.layers * attention + (model.layers - blocks) * _expert_weights(model)
+    return dense + blocks * _sparse_weights(model, moe) + model.vocab_size * model.dim
+
+
+def _sparse_weights(model: ModelConfig, moe: MoeConfig) -> int:
+    """The experts that one token takes, the gate, and what mixes them with a dense MLP."""
+    taken = moe.num_choices + moe.shared + moe.residual
+    return taken * _expert_weights(model) + (moe.experts + 2 * moe.residual) * model.dim
+
+
+def _rows(moe: MoeConfig) -> float:
+    """Rows that the experts get for one token, if all of them get equally many."""
+    served = 1.0 if moe.capacity_factor is None else moe.capacity_factor
+    if moe.kind != "expert_choice":
+        served = min(1.0, served)
+    return moe.num_choices * served
+
+
+def _gate_bytes(moe: MoeConfig) -> int:
+    """What the gate keeps of a token: scores and shares in fp32, places and weights."""
+    return 8 * moe.experts + round(_rows(moe) * 20)
 
 
 def idle_params(model: ModelConfig, moe: MoeConfig) -> int:
@@ -145,9 +162,10 @@ def attention_width(model: ModelConfig) -> int:
     return model.layers * model.heads * head_dim(model)
 
 
-def layer_shapes(model: ModelConfig, recompute: bool) -> list[LayerShape]:
+def layer_shapes(model: ModelConfig, moe: MoeConfig, recompute: bool) -> list[LayerShape]:
     """Kept elements are those of the module on the CPU, with attention that keeps no scores; what
-    the rotary tables add does not grow with the batch and is left out."""
+    the rotary tables add does not grow with the batch and is left out. Of experts they are those
+    of tokens that all find a place."""
     dim, vocab = model.dim, model.vocab_size
     kv_dim = model.num_kv_heads * head_dim(model)
     # Input and normalised input with its scale, or input, mean and scale.
@@ -157,18 +175,31 @@ def layer_shapes(model: ModelConfig, recompute: bool) -> list[LayerShape]:
     attention = norm + dim + dim + 2 * kv_dim + dim + model.heads
     if model.positions == "rotary":
         attention += dim
-    mlp = norm + dim + (4 if model.activation == "swiglu" else 2) * model.hidden_size
+    hidden = (4 if model.activation == "swiglu" else 2) * model.hidden_size
+    mlp = norm + dim + hidden
     dropped = dim if model.dropout else 0
-    block = LayerShape(
+    projections = 2 * dim**2 + 2 * dim * kv_dim
+    dense = LayerShape(
         "",
         (),
         dim,
-        weights=2 * dim**2 + 2 * dim * kv_dim + _expert_weights(model),
+        weights=projections + _expert_weights(model),
         attention=model.heads * head_dim(model),
         kept=dim if recompute else attention + mlp + 2 * dropped,
         recomputed=recompute,
     )
-    return [
+    rows, inner = _rows(moe), (2 if model.activation == "swiglu" else 1) * model.hidden_size
+    # Of each row an expert's input, its hidden layer before the activation, and its output.
+    experts = norm + dim + round(rows * (2 * dim + inner)) + moe.shared * hidden
+    experts += moe.residual * (hidden + 2 * dim)
+    sparse = replace(
+        dense,
+        weights=projections + _sparse_weights(model, moe),
+        kept=dim if recompute else attention + experts + 2 * dropped,
+        kept_bytes=0 if recompute else _gate_bytes(moe),
+    )
+    blocks = [sparse if moe.in_block(i) else dense for i in range(model.layers)]
+    shapes = [
         LayerShape(
             "embedding",
             ("embedding.", "positions."),
@@ -176,10 +207,13 @@ def layer_shapes(model: ModelConfig, recompute: bool) -> list[LayerShape]:
             kept=dropped,
             kept_bytes=TOKEN_ID_BYTES,
         ),
-        *block_shapes(block, model.layers),
+        *block_shapes(blocks),
         LayerShape("norm", ("norm.",), dim, kept=norm),
-        head_shape(dim, vocab),
     ]
+    if moe.makes_losses:  # which go to the last stage, from the first block that makes some
+        begin = 1 + next(i for i in range(model.layers) if moe.in_block(i))
+        shapes[begin:] = [replace(shape, beside=LOSS_BYTES) for shape in shapes[begin:]]
+    return [*shapes, head_shape(dim, vocab)]
 
 
 def _build(model: ModelConfig, moe: MoeConfig, recompute: bool) -> nn.Module:

@@ -42,7 +42,7 @@ def attention_width(model: ModelConfig) -> int:
     return 0
 
 
-def layer_shapes(model: ModelConfig, recompute: bool) -> list[LayerShape]:
+def layer_shapes(model: ModelConfig, moe: MoeConfig, recompute: bool) -> list[LayerShape]:
     dim, hidden, vocab = model.dim, model.hidden_size, model.vocab_size
     # Kept: the input, and the hidden layer before and after its activation.
     block = LayerShape(
@@ -55,7 +55,7 @@ def layer_shapes(model: ModelConfig, recompute: bool) -> list[LayerShape]:
     )
     return [
         LayerShape("embedding", ("embedding.",), dim, kept_bytes=TOKEN_ID_BYTES),
-        *block_shapes(block, model.layers),
+        *block_shapes([block] * model.layers),
         head_shape(dim, vocab),
     ]
 

@@ -57,10 +57,12 @@ def num_active_params(model: ModelConfig, moe: MoeConfig = _DENSE) -> int:
     return num_params(model, moe) - _family(model).idle_params(model, moe)
 
 
-def layer_shapes(model: ModelConfig, *, recompute: bool = False) -> list[LayerShape]:
+def layer_shapes(
+    model: ModelConfig, moe: MoeConfig = _DENSE, *, recompute: bool = False
+) -> list[LayerShape]:
     """The layers that a pipeline can cut between, as the module's ``pipeline_layers()`` gives them.
     ``recompute``: blocks keep their input alone for backward."""
-    return _family(model).layer_shapes(model, recompute)
+    return _family(model).layer_shapes(model, moe, recompute)
 
 
 def flops_per_token(model: ModelConfig, seq_len: int, moe: MoeConfig = _DENSE) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 from torch import nn
 
 from zeroexp.comm import Group, World
 from zeroexp.moe.bias import update_biases
 from zeroexp.moe.model import experts_left_out, moe_layers, name_layers
+from zeroexp.moe.section import Layers
 
 
 class ExpertCompanion:
@@ -37,3 +38,7 @@ class ExpertCompanion:
 
     def after_step(self, everyone: Group) -> None:
         update_biases(self._model, everyone)
+
+    def section(self, modules: Iterable[nn.Module]) -> Layers | None:
+        layers = moe_layers(nn.ModuleList(modules))
+        return Layers(list(layers.values())) if layers else None

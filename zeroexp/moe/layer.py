@@ -20,6 +20,7 @@ from zeroexp.moe.losses import LossWeights
 from zeroexp.moe.registry import GATES, usual_gate
 from zeroexp.moe.routing import Routing
 from zeroexp.moe.statistics import Statistics
+from zeroexp.zero.companion import Forward
 
 if TYPE_CHECKING:
     from zeroexp.moe.companion import ExpertCompanion
@@ -142,6 +143,8 @@ class MoE(nn.Module):
         self.tag = 0
         self._untaken: list[Tensor] = []
         self._recorded = False  # whether the losses of any pass were kept for take_loss
+        self.forward_is = Forward.WHOLE
+        """What the next forward pass is in the schedule of who runs this layer."""
 
     @property
     def where(self) -> str:
@@ -184,7 +187,7 @@ class MoE(nn.Module):
         y = dispatch.combine(self.experts(rows, counts_E, self.where)).view(x.shape)
         if torch._C._current_graph_task_id() == -1:
             self._record(routing, losses)
-        elif losses and not self._recorded:
+        elif losses and not self._recorded and self.forward_is is not Forward.TRIAL:
             raise ModelError(
                 f"{self.where}: recomputed in backward, but its losses were not there in forward: "
                 "checkpoint(..., use_reentrant=True) runs it without a graph first, and nothing "
@@ -217,21 +220,30 @@ class MoE(nn.Module):
 
     def _record(self, routing: Routing, losses: dict[str, Tensor]) -> None:
         """Count a forward pass. A recomputation in backward is the same pass again."""
-        self.statistics.record(routing, losses)
+        if self.forward_is is Forward.TRIAL:
+            return
+        again = self.forward_is is Forward.AGAIN
+        if not again:
+            self.statistics.record(routing, losses)
         if not self.training:
             return
-        if self.gate.bias is not None:
+        if self.gate.bias is not None and not again:
             self.gate.bias.observe(routing.load_E)
-        if losses and torch.is_grad_enabled():
-            if len(self._untaken) >= UNTAKEN:
-                raise ModelError(
-                    f"{self.where}: the losses of {UNTAKEN} forward passes were never used, so "
-                    "nothing balances its experts. Add zeroexp.moe.auxiliary_loss(model) to the "
-                    "loss of every forward pass, or build the layer with balance_loss=0 (and "
-                    "z_loss, sequence_loss)."
-                )
+        if losses and (torch.is_grad_enabled() or self.forward_is is Forward.FIRST):
             self._recorded = True
-            self._untaken.append(self.weights.total(losses))
+            self.give_loss(self.weights.total(losses))
+
+    def give_loss(self, loss: Tensor) -> None:
+        """Keep ``loss`` for :meth:`take_loss`. Raises :class:`ModelError` where nobody takes
+        any."""
+        if len(self._untaken) >= UNTAKEN:
+            raise ModelError(
+                f"{self.where}: the losses of {UNTAKEN} forward passes were never used, so "
+                "nothing balances its experts. Add zeroexp.moe.auxiliary_loss(model) to the "
+                "loss of every forward pass, or build the layer with balance_loss=0 (and "
+                "z_loss, sequence_loss)."
+            )
+        self._untaken.append(loss)
 
     def take_loss(self) -> Tensor | None:
         """The weighted losses of all forward passes in training since the last call, summed; None

@@ -59,6 +59,11 @@ class LossWeights:
     z: float = 0.0
     sequence: float = 0.0
 
+    @property
+    def count(self) -> int:
+        """How many losses there are."""
+        return sum(weight != 0 for weight in asdict(self).values())
+
     def problems(self) -> list[Problem]:
         """What is wrong with the weights."""
         return [

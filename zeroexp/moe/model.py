@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zeroexp.comm import Group
 from zeroexp.moe.experts import ExpertParameter
 from zeroexp.moe.layer import MoE
+from zeroexp.moe.section import Layers
 from zeroexp.moe.statistics import Numbers, numbers
 
 
@@ -32,13 +33,11 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     """The weighted losses of all gates, to be added to the loss: a scalar, 0 where there are none.
 
     They are those of the forward passes in training since the last call, so with several
-    micro-batches call it after each.
+    micro-batches call it after each. In a pipeline the loss function on the last stage gets those
+    of all stages.
     """
-    taken = [layer.take_loss() for layer in moe_layers(model).values()]
-    losses = [loss for loss in taken if loss is not None]
-    if not losses:
-        return torch.zeros(())
-    return torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
+    taken = Layers(list(moe_layers(model).values())).take_losses()
+    return torch.zeros(()) if taken is None else taken
 
 
 def expert_parameters(model: nn.Module) -> Iterator[ExpertParameter]:
@@ -72,20 +71,20 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     return active, total
 
 
-def read_statistics(
-    model: nn.Module, group: Group | None = None, *, reset: bool = True
-) -> dict[str, Numbers]:
+def read_statistics(model: nn.Module, *groups: Group, reset: bool = True) -> dict[str, Numbers]:
     """What every layer did since the last reset, by path.
 
-    ``group``: its ranks call this together and get what they did together (one exchange).
+    ``groups``: their ranks call this together and get what they did together (one exchange each):
+    the data-parallel ranks, and in a pipeline those of the pipe.
     """
     layers = moe_layers(model)
     if not layers:
         return {}
     sums = torch.cat([layer.statistics.sums() for layer in layers.values()])
-    if group is not None and group.size > 1:
-        device = next(model.parameters()).device
-        sums = group.exchange(sums.to(device), "statistics of the experts").sum(0).cpu()
+    for group in groups:
+        if group.size > 1:
+            device = next(model.parameters()).device
+            sums = group.exchange(sums.to(device), "statistics of the experts").sum(0).cpu()
     if reset:
         for layer in layers.values():
             layer.statistics.reset()

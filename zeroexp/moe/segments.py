@@ -89,6 +89,8 @@ def _has_grouped_product(rows_AC: Tensor, weight_ECH: Tensor) -> bool:
 
 
 class _OneByOne(torch.autograd.Function):
+    backward_may_repeat = True  # where a pipeline splits it
+
     # Tensors after ``rows``: weight and bias of ``out``, then of each linear layer of ``into``.
     @staticmethod
     def forward(

@@ -77,7 +77,8 @@ class Statistics:
         for name in LOSSES:
             losses.append(float(self._losses.get(name, 0.0)))
             known.append(float(self._forwards if name in self._losses else 0))
-        rest = [*losses, *known, float(self._nbytes), self._seconds, 1.0]
+        here = float(self._forwards > 0)  # not so where another stage of a pipeline has the layer
+        rest = [*losses, *known, float(self._nbytes), self._seconds, here]
         return torch.cat((counts.double().cpu(), torch.tensor(rest, dtype=torch.float64)))
 
 
@@ -94,5 +95,5 @@ def numbers(sums: Tensor) -> Numbers:
         max_vio=(float(wanted.max()) - mean) / mean if mean else 0.0,
         losses={name: total / n for name, total, n in zip(LOSSES, totals, known, strict=True) if n},
         all_to_all_bytes=int(nbytes),
-        all_to_all_seconds=seconds / ranks,
+        all_to_all_seconds=seconds / max(1.0, ranks),
     )

@@ -7,8 +7,9 @@ from zeroexp.layout import ITEMSIZE
 from zeroexp.plan.formats import NAMES
 
 
-def all_to_all_bytes(config: Config) -> int:
-    """What a rank sends in one step where all experts get equally many tokens.
+def all_to_all_bytes(config: Config, blocks: int) -> int:
+    """What a rank with ``blocks`` blocks of experts sends in one step where all experts get equally
+    many tokens.
 
     There and back, in forward and in backward: ``4 * S * k * h * B * (EP - 1) / EP`` per layer
     (DeepSpeed-MoE, arXiv:2201.05596); recomputation sends those of forward again. How many tokens
@@ -24,4 +25,4 @@ def all_to_all_bytes(config: Config) -> int:
     rows = tokens * moe.num_choices * served * (ranks - 1) / ranks
     times = 6 if config.recompute.kind == "full" else 4
     width = config.model.dim * ITEMSIZE[NAMES[config.precision.compute]]
-    return round(times * rows * width) * moe.num_blocks(config.model.layers)
+    return round(times * rows * width) * blocks

@@ -13,8 +13,8 @@ class LayerShape:
     """``prefixes`` begin the names of the layer's parameters. Per token: ``weights`` are the matrix
     elements that it is multiplied with, ``attention`` the width of all heads together, ``kept`` the
     elements that forward leaves for backward in the compute dtype, ``kept_bytes`` what it leaves in
-    other types (token ids, the loss), ``width`` the elements that it gives on. ``recomputed``:
-    backward runs forward again.
+    other types (token ids, the loss), ``width`` the elements that it gives on. ``beside``: bytes
+    that it gives on with a micro-batch of any size. ``recomputed``: backward runs forward again.
     """
 
     name: str
@@ -24,6 +24,7 @@ class LayerShape:
     attention: int = 0
     kept: int = 0
     kept_bytes: int = 0
+    beside: int = 0
     recomputed: bool = False
 
     def names_of(self, spec: ParamSpec) -> tuple[str, ...]:
@@ -48,5 +49,5 @@ class LayerShape:
             input_grad=tokens * (matrices + 2 * scores + self.recomputed * forward) / 1e9,
             weight_grad=tokens * matrices / 1e9,
             activations=tokens * (self.kept * itemsize + self.kept_bytes),
-            output=tokens * self.width * itemsize,
+            output=tokens * self.width * itemsize + self.beside,
         )

@@ -66,6 +66,13 @@ class _Part:
     copies: Mapping[str, int] = field(default_factory=dict)
     sent: int = 0
 
+    @property
+    def num_spread(self) -> int:
+        """Modules whose parameters are spread over ranks."""
+        slots = [slot for segment in self.layout.segments for slot in segment.slots]
+        spread = {slot.spec.name for slot in slots if slot.spec.spread > 1}
+        return len({name.rpartition(".")[0] for name in spread})
+
 
 def predict(
     config: Config, specs: Sequence[ParamSpec], shapes: Sequence[LayerShape] | None = None
@@ -175,7 +182,7 @@ def _state(config: Config, part: _Part, rank: int) -> tuple[dict[str, dict[str, 
 def _traffic(config: Config, part: _Part, placement: StatePlacement, ranks: int) -> dict[str, int]:
     layout = part.layout
     total = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0, "send": part.sent}
-    total["all_to_all"] = all_to_all_bytes(config)
+    total["all_to_all"] = all_to_all_bytes(config, part.num_spread)
     for unit, use in zip(layout.units, part.uses, strict=True):
         for segment in unit.segments:
             sizes = formats(config, segment, placement)

@@ -30,9 +30,10 @@ class ExpertUse:
             self._layers[path].statistics = statistics
         self._training.clear()
 
-    def figures(self, everyone: Group) -> dict[str, dict[str, Any]] | None:
-        """By layer, over all ranks and since the last call (collective); None without experts."""
+    def figures(self, *groups: Group) -> dict[str, dict[str, Any]] | None:
+        """By layer, over the ranks of ``groups`` and since the last call (collective); None without
+        experts."""
         if not self._layers:
             return None
-        found = read_statistics(self._module, everyone)
+        found = read_statistics(self._module, *groups)
         return {path: asdict(numbers) for path, numbers in found.items()}

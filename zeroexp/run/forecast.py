@@ -119,7 +119,8 @@ def forecast(config: Config) -> Forecast | None:
     """The plan of ``config`` (resolved), or None for a model that only its ranks can describe."""
     if not is_built_in(config.model):
         return None
-    shapes = layer_shapes(config.model, recompute=config.recompute.kind == "full")
+    recompute = config.recompute.kind == "full"
+    shapes = layer_shapes(config.model, config.moe, recompute=recompute)
     prediction = predict(config, param_specs(config.model, config.moe), shapes)
     on_cpu = config.trainer.accelerator == "cpu"
     on_this_node = range(config.trainer.devices)

@@ -266,7 +266,8 @@ class Measurement(Callback):
         """Since the row before; on every rank at the same step."""
         figures = self.figures
         if self._experts is not None:
-            figures.moe = self._experts.figures(self._engine(trainer).world.control)
+            world = self._engine(trainer).world
+            figures.moe = self._experts.figures(world.control, world.pipe)
         if self._mean_auxiliary is not None:
             figures.auxiliary_loss_last = self._over_ranks(trainer, self._mean_auxiliary)
 

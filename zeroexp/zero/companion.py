@@ -2,15 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
+from contextlib import AbstractContextManager
+from enum import Enum, auto
 from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from zeroexp.comm import Group, World
 
 OFFER = "zeroexp_companion"
 """A static method of a module class that makes one :class:`Companion` for a whole model."""
+
+
+class Forward(Enum):
+    """What a forward of a part of a model is, for modules that leave something behind in it."""
+
+    WHOLE = auto()
+    """The usual one: a backward through its graph follows, or none in an evaluation."""
+    FIRST = auto()
+    """Without a graph, in training; the same comes again."""
+    AGAIN = auto()
+    """The same once more, with a graph: it counts for nothing but its gradients."""
+    TRIAL = auto()
+    """To see what it costs: it counts for nothing."""
+
+
+class Section(Protocol):
+    """The modules of one kind in a part of a model."""
+
+    @property
+    def makes_losses(self) -> bool:
+        """Whether their forward makes losses that the model's loss function asks them for."""
+        ...
+
+    def forward(self, kind: Forward) -> AbstractContextManager[None]:
+        """Around a forward of the part."""
+        ...
+
+    def take_losses(self) -> Tensor | None:
+        """The sum of the losses that were made since the last call, a scalar."""
+        ...
+
+    def give_losses(self, total: Tensor) -> None:
+        """Have the loss function find ``total`` among their losses."""
+        ...
 
 
 class Companion(Protocol):
@@ -28,6 +64,10 @@ class Companion(Protocol):
     def after_step(self, everyone: Group) -> None:
         """A step was applied; ``everyone`` are all data-parallel ranks, which call this
         together."""
+        ...
+
+    def section(self, modules: Iterable[nn.Module]) -> Section | None:
+        """Those in ``modules``, which are parts of the model; None where there are none."""
         ...
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from zeroexp.config.rules.rule import Rule, differs, divisors
+from zeroexp.config.rules.rule import Rule, differs, divisors, whole_pipes
 from zeroexp.config.tree import KEYS, Config
 
 _ON = "moe.kind"
+_PIPE = ("pipeline.schedule", "pipeline.stages")
+_RANKS = ("trainer.devices", "trainer.num_nodes", *_PIPE)
 
 
 def _has(c: Config) -> bool:
@@ -80,19 +82,18 @@ MOE_RULES: tuple[Rule, ...] = (
     Rule(
         key="moe.expert_parallel",
         why="data ranks = expert_parallel x ranks with the same experts",
-        reads=("moe.expert_parallel", "trainer.devices", "trainer.num_nodes", _ON),
-        broken=lambda c: (
-            _has(c) and not c.pipeline.is_on and c.data_ranks % c.moe.expert_parallel != 0
-        ),
+        reads=("moe.expert_parallel", *_RANKS, _ON),
+        broken=lambda c: _has(c) and whole_pipes(c) and c.data_ranks % c.moe.expert_parallel != 0,
         problem=lambda c: f"{c.moe.expert_parallel} does not divide {c.data_ranks} data ranks.",
         fix=lambda c: f"Use {divisors(c.data_ranks)}",
     ),
     Rule(
         key="moe.expert_parallel",
         why="a sharded copy of the model has all experts, or each rank whole ones",
-        reads=("moe.expert_parallel", "zero.shard_size", "trainer.devices", _ON),
+        reads=("moe.expert_parallel", "zero.shard_size", *_RANKS, _ON),
         broken=lambda c: (
             _has(c)
+            and whole_pipes(c)
             and c.moe.expert_parallel % c.shard_size != 0
             and c.shard_size % c.moe.expert_parallel != 0
         ),
@@ -101,5 +102,21 @@ MOE_RULES: tuple[Rule, ...] = (
             "other."
         ),
         fix=lambda c: f"Use {divisors(c.shard_size)}, or a multiple of {c.shard_size}",
+    ),
+    Rule(
+        key="moe.expert_parallel",
+        why="one rank measures what layers cost, and it does not have all experts",
+        reads=("moe.expert_parallel", "pipeline.cut", *_PIPE, _ON),
+        broken=lambda c: (
+            _has(c)
+            and c.moe.expert_parallel > 1
+            and c.pipeline.is_on
+            and (c.pipeline.recipe is None or c.pipeline.cut == "time")
+        ),
+        problem=lambda c: (
+            f"{c.moe.expert_parallel} with layers that are measured "
+            f"({'pipeline.schedule=auto' if c.pipeline.recipe is None else 'pipeline.cut=time'})."
+        ),
+        fix=lambda c: "Use a named schedule with pipeline.cut=parameters or layers, or 1",
     ),
 )

@@ -269,15 +269,4 @@ PIPELINE_RULES: tuple[Rule, ...] = (
         ),
     ),
     *(_says_the_schedule(key) for key in ("zero.prefetch", "zero.reshard_after_forward")),
-    Rule(
-        key="moe.kind",
-        why="losses and statistics of experts are added up on one rank, that of the last stage",
-        reads=("moe.kind", *_PIPE),
-        broken=lambda c: c.moe.kind != "none" and c.pipeline.is_on,
-        problem=lambda c: (
-            f"{c.moe.kind} in a pipeline: the balance losses of experts on other stages than the "
-            "last would be lost."
-        ),
-        fix=lambda c: "Use pipeline=none: zero=stage3 shards the experts over all ranks",
-    ),
 )

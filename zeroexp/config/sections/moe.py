@@ -157,3 +157,9 @@ class MoeConfig:
     def num_blocks(self, layers: int) -> int:
         """Blocks of ``layers`` that have experts."""
         return layers // self.every if self.kind != "none" else 0
+
+    @property
+    def makes_losses(self) -> bool:
+        """Whether the gates add to what is trained for."""
+        by_tokens = self.kind in CHOSEN_BY_TOKENS and (self.balance_loss or self.sequence_loss)
+        return bool(self.kind != "none" and (self.z_loss or by_tokens))

@@ -7,7 +7,7 @@ take what it found.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from zeroexp.pipeline.runtime.measure import layer_costs
 from zeroexp.pipeline.runtime.split import NamedLayer, layer_sizes
 from zeroexp.pipeline.schedule import Schedule
 from zeroexp.pipeline.schedules import make_schedule
+from zeroexp.zero.companion import Forward, companions
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,13 @@ def _found(
 
 
 def _costs(layers: Sequence[NamedLayer], sampling: Sampling) -> list[Layer]:
-    with sampling.context(), torch.enable_grad():
+    modules = [layer for _, layer in layers]
+    with ExitStack() as trial:
+        for companion in companions(nn.ModuleList(modules)):
+            if section := companion.section(modules):
+                trial.enter_context(section.forward(Forward.TRIAL))
+        trial.enter_context(sampling.context())
+        trial.enter_context(torch.enable_grad())
         measured = layer_costs(layers, sampling.sample)
     return [
         replace(

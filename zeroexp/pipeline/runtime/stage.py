@@ -19,11 +19,20 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from zeroexp.errors import ModelError, RankMismatch
 from zeroexp.pipeline.runtime.message import Message, Structure, TensorMeta, describe
 from zeroexp.pipeline.runtime.split_backward import SplitBackward
+from zeroexp.zero.companion import Forward
 
 Context = Callable[[], AbstractContextManager[Any]]
 
 LossOf = Callable[[Any], Tensor]
 """A micro-batch's loss from the last stage's output."""
+
+Call = Callable[[nn.Module, Any, Forward], Any]
+"""Calls a stage's module with its argument."""
+
+
+def plain_call(module: nn.Module, value: Any, kind: Forward) -> Any:
+    """The module's result."""
+    return module(value)
 
 
 class _Receive(torch.autograd.Function):
@@ -82,6 +91,8 @@ class Stage:
         self._context = context
         self.module = module
         self.recompute = recompute
+        self.call: Call = plain_call
+        """How the module is called; what travels between stages beside its values is added here."""
         parameters = dict(module.named_parameters())
         self.names = names or {name: name for name in parameters}
         first = next(iter(parameters.values()), None)
@@ -132,14 +143,23 @@ class Stage:
         self.peak_in_flight = max(self.peak_in_flight, len(self._passes))
         return result
 
-    def evaluate(self, given: Message | Any, loss_of: LossOf | None) -> tuple[Any, Tensor | None]:
+    def evaluate(
+        self, given: Message | Any, loss_of: LossOf | None, kind: Forward = Forward.WHOLE
+    ) -> tuple[Any, Tensor | None]:
         """Output and loss without a backward to come."""
         with torch.no_grad():
-            output = self.module(given.value if isinstance(given, Message) else given)
+            value = given.value if isinstance(given, Message) else given
+            output = self.call(self.module, value, kind)
             return output, None if loss_of is None else loss_of(output)
 
-    def _run(self, made: _Pass, given: Message | Any, loss_of: LossOf | None) -> Message | Tensor:
-        output = self.module(self._entered(made, given))
+    def _run(
+        self,
+        made: _Pass,
+        given: Message | Any,
+        loss_of: LossOf | None,
+        kind: Forward = Forward.WHOLE,
+    ) -> Message | Tensor:
+        output = self.call(self.module, self._entered(made, given), kind)
         if loss_of is not None:
             loss = loss_of(output)
             self._check_loss(loss)
@@ -190,7 +210,7 @@ class Stage:
         random = _random_state(self.device)
         entered = given[1] if isinstance(given, Message) else []
         versions = [tensor._version for tensor in entered]
-        output, loss = self.evaluate(given, loss_of)
+        output, loss = self.evaluate(given, loss_of, Forward.FIRST)
         if versions != [tensor._version for tensor in entered]:
             raise ModelError(
                 f"stage {self.index} changes its input in place, so its forward cannot run again: "
@@ -202,7 +222,7 @@ class Stage:
             _set_random_state(self.device, random)
             try:
                 with torch.enable_grad(), self._context():
-                    self._run(made, given, loss_of)
+                    self._run(made, given, loss_of, Forward.AGAIN)
             finally:
                 _set_random_state(self.device, now)
 
