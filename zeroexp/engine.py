@@ -272,6 +272,12 @@ class Engine:
         """Which bytes of which parameter lie where."""
         return self.model.layout
 
+    @property
+    def arrangement(self) -> dict[str, Any] | None:
+        """How the module is spread over ranks that hold different parts of it; None where every
+        rank trains all of it. JSON can hold it."""
+        return None
+
     # -- forward -----------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

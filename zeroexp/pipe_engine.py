@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, cast
@@ -34,8 +33,6 @@ from zeroexp.pipeline.runtime.stage_owner import StageOwner
 from zeroexp.pipeline.runtime.tree import tensors_of
 from zeroexp.precision import Policy
 from zeroexp.zero.marked import MarkedResidency
-
-_LOG = logging.getLogger("zeroexp")
 
 Loss = Callable[[Any, Any], Tensor]
 """A micro-batch's mean loss from the model's output and its target."""
@@ -87,10 +84,8 @@ class PipeEngine(Engine):
         sampling = Sampling(sample, context, where, _narrowing(config, module))
         found = arrange(asked, self.micro_batches, layers, sampling)
         schedule = found.schedule
-        self.reason = found.reason
-        """Why ``pipeline.schedule=auto`` took the schedule it took, and not the others."""
-        if rank == 0 and found.reason:
-            _LOG.info("pipeline.schedule=auto: %s", found.reason)
+        self.found = found
+        """Schedule and cut, and why ``pipeline.schedule=auto`` took them and not others."""
         place = rank // (size // asked.size)
         held = schedule.stages_of(place)
         stages = split(model, found.where, held, recompute=recompute, context=context).stages
@@ -131,6 +126,20 @@ class PipeEngine(Engine):
         self.zero_grad_comes_late = False
         """For a loop that calls ``zero_grad`` between forward and backward: it does nothing."""
         self.accumulate = self.runs_per_step * self.micro_batches
+
+    @property
+    def arrangement(self) -> dict[str, Any]:
+        """Schedule, ranks, stages, micro-batches, the number of layers of each stage, and what
+        ``pipeline.schedule=auto`` says of its choice."""
+        schedule, where = self.found.schedule, self.found.where
+        return {
+            "schedule": schedule.name,
+            "ranks": schedule.num_ranks,
+            "stages": schedule.num_stages,
+            "micro_batches": schedule.micro_batches,
+            "layers": list(where.sizes),
+            "reason": self.found.reason,
+        }
 
     # -- training ----------------------------------------------------------------------------------
 

@@ -46,6 +46,14 @@ def test_a_pipeline_trains_and_resumes_to_the_same_loss(train: Command) -> None:
     assert "on 2 CPU ranks" in done.stdout and "= 1 data rank x 1 micro-batch x 4" in done.stdout
 
     result = as_planned(run)
+    assert result["pipeline"] == {
+        "schedule": "1f1b",
+        "ranks": 2,
+        "stages": 2,
+        "micro_batches": 2,
+        "layers": [2, 3],
+        "reason": None,
+    }
     assert result["steps"] == 4 and result["global_batch"] == 4
     # 2 parts of 2 sequences of 16 tokens with 32 fp32 numbers each cross, and their gradients back
     boundary = 2 * 2 * 16 * 32 * 4
@@ -63,6 +71,20 @@ def test_a_pipeline_trains_and_resumes_to_the_same_loss(train: Command) -> None:
     resumed = read(train.runs("runs/again/*")[0] / "result.json")
     assert resumed["loss_last"] == result["loss_last"]
     assert resumed["val_loss"] == result["val_loss"]
+
+
+def test_auto_measures_and_says_what_it_took(train: Command) -> None:
+    words = [*TINY, "pipeline=auto", *PIPE, "pipeline.cut=time", "trainer.devices=2"]
+    done = train(*words, "moe=top1", "moe.experts=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = read(train.runs()[0] / "result.json")
+    took, *others = result["pipeline"]["reason"].splitlines()
+    assert took.startswith(result["pipeline"]["schedule"]) and "% idle" in took
+    assert f"pipeline auto: {took}\n" in done.stdout
+    assert all(line.startswith("  not ") for line in others) and others
+    # What was measured counts for nothing.
+    for layer in result["moe"].values():
+        assert sum(layer["tokens_per_expert"]) == 4 * 16
 
 
 @pytest.mark.full

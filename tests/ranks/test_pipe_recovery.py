@@ -306,7 +306,8 @@ def measured(pipeline: dict[str, Any], sampled: str) -> dict[str, Any]:
     engine = found.pop("engine")
     found["same"] = furthest({n: t for n, t in engine.state_dict().items()}, before)
     found["losses"] = [engine.train_batch(*part(b)) and engine.step() for b in batches(2, 2)]
-    found["reason"], found["lists"] = engine.reason, str(engine.executor.schedule)
+    found["reason"] = engine.arrangement["reason"]
+    found["lists"] = str(engine.executor.schedule)
     found["virtual"] = engine.executor.schedule.virtual
     found["holders"] = json.dumps(engine.model.part.holders)
     engine.close()

@@ -95,8 +95,11 @@ class Measurement(Callback):
         self._experts = ExpertUse(pl_module)
         self._printed_at = self._step
         self._started = time.perf_counter()
+        pipeline = self.figures.pipeline = self._engine(trainer).arrangement
         if trainer.is_global_zero:
             self._rows = MetricsWriter(self._directory.metrics)
+            if pipeline is not None and pipeline["reason"]:
+                print(f"pipeline auto: {pipeline['reason'].splitlines()[0]}")
             print(PROGRESS_LEGEND, flush=True)
         self._control_bytes = self._engine(trainer).ledger.comm_bytes().get("control", 0)
         self.clock.start()

@@ -198,6 +198,8 @@ class RankFigures:
     io: dict[str, Any] | None = None
     #: by layer: :class:`zeroexp.moe.Numbers` between the last two rows; None without experts
     moe: dict[str, dict[str, Any]] | None = None
+    #: :attr:`zeroexp.engine.Engine.arrangement`; None without a pipeline
+    pipeline: dict[str, Any] | None = None
     #: seconds since the epoch of the end of the first step: launch to first step
     first_step_at: float | None = None
 

@@ -31,6 +31,7 @@ _OF_RANK_0 = (
     "step_time_s",
     "mfu",
     "moe",
+    "pipeline",
 )
 # Figures that differ between ranks: {rank: figure}.
 _OF_EACH_RANK = (

@@ -39,6 +39,7 @@ KEYS = [
     "step_time_s",
     "mfu",
     "moe",
+    "pipeline",
     "state_bytes",
     "padding_bytes",
     "peak_rss_bytes",
