@@ -2,12 +2,14 @@
 #   make venv                      create .venv, install the locked set and zeroexp (editable, with its C++ extension)
 #   make train ARGS="zero=stage3"  one run          make train ARGS="-m zero=stage0,stage3"  a sweep
 #   make test  [ARGS="-k layout"]  the test suite   make test ARGS=--full  with the long tests
+#                                  JOBS=0: in one process, e.g. for a debugger
 #   make lint  make format         ruff, mypy, clang-format
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+JOBS ?= 2
 CPP := $(sort $(shell find csrc tests/native benchmarks -name '*.[chi]pp' -o -name '*.inl' 2>/dev/null))
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
@@ -31,7 +33,7 @@ train: venv
 	$(BIN)/python train.py $(ARGS)
 
 test: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: venv types
 	$(BIN)/ruff check .
