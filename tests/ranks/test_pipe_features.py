@@ -10,7 +10,7 @@ import pytest
 import torch
 from pipe_zero_lab import Case, Found, reference, train_all
 from pipeline_lab import tall_mlp
-from small import STAGES, caught, digest, furthest, rank, settings
+from small import STAGES, caught, digest, furthest, rank, settings, world
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -341,3 +341,53 @@ def test_evaluation_between_and_what_is_refused(ranks, stage):
         assert {name for name, _ in refused} == {"ModelError"}
         assert "train_batch" in refused[0][1]
         assert all("another stage" in text for _, text in refused[1:])
+
+
+# -- steps of another kind -------------------------------------------------------------------------
+
+
+def step_by_step(case: Case, limit: float | None) -> dict[str, Tensor]:
+    model = case.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine = PipeEngine(model, optimizer, case.config(), loss=case.loss)
+    for x, y in case.batches(world() // 2):
+        engine.train_batch(*(t.chunk(world() // 2)[rank() % (world() // 2)] for t in (x, y)))
+        if limit is not None:
+            engine.clip_value(limit)
+        engine.step()
+    state = engine.state_dict()
+    engine.close()
+    return state
+
+
+def in_one_process(case: Case, data_ranks: int, limit: float | None, late: int) -> Any:
+    """``late``: steps by which a gradient waits for its own."""
+    model = case.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    waiting: list[list[Tensor]] = []
+    for x, y in case.batches(data_ranks):
+        grads = torch.autograd.grad(case.loss(model(x), y), list(model.parameters()))
+        waiting.append([g if limit is None else g.clamp(-limit, limit) for g in grads])
+        if len(waiting) > late:
+            apply(model, optimizer, waiting.pop(0))
+    for grads in waiting:
+        apply(model, optimizer, grads)
+    return model.state_dict()
+
+
+def apply(model: torch.nn.Module, optimizer: torch.optim.Optimizer, grads: list[Tensor]) -> None:
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        p.grad = grad
+    optimizer.step()
+
+
+DELAYED = {"offload_kind": "cpu", "offload_delayed_update": True}
+
+
+@pytest.mark.parametrize(("name", "stage"), [("1f1b", 1), ("zb_v", 3)])
+@pytest.mark.parametrize(("keys", "limit"), [({}, 0.002), (DELAYED, None)], ids=["clip", "late"])
+def test_values_are_clipped_and_updates_are_late(ranks, name, stage, keys, limit):
+    case = Case(name, stage, FP64, "adamw", keys=keys)
+    wanted = in_one_process(case, 2, limit, late=int(bool(keys)))
+    assert furthest(in_one_process(case, 2, None, late=0), wanted) > 1e-4
+    assert furthest(ranks(4)(step_by_step, case, limit)[0], wanted) <= 1e-10
