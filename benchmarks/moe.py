@@ -12,45 +12,11 @@ from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
-from benchmarks import peer_env
-from benchmarks.machine import ROOT
 from benchmarks.moe_result import VARIANTS, Case
 from benchmarks.moe_work import MoeWork
-from benchmarks.pair import Pair, PairFailed
+from benchmarks.system import System
 
 EXPERTS, TOP_K, RANKS = (8, 64), (1, 2), (1, 2)
-
-
-class System:
-    """The processes of one system; a failure ends it for the rest of the run."""
-
-    def __init__(self, module: str, interpreter: str, ranks: int) -> None:
-        self._module, self._interpreter, self._ranks = module, interpreter, ranks
-        self._pair: Pair | None = None
-        self.reason: str | None = None
-        if interpreter == "peers" and not peer_env.exists():
-            self.reason = "no environment for it: python -m benchmarks peers"
-
-    def passes(self, work: MoeWork, count: int) -> list[dict[str, Any]] | None:
-        """The replies of all ranks; None where there is a ``reason``."""
-        if self.reason is not None:
-            return None
-        try:
-            if self._pair is None:
-                command = ["benchmarks.moe_worker", self._module]
-                self._pair = Pair(
-                    command, self._interpreter, self._ranks, threads=1, disk=ROOT / "build"
-                )
-            return self._pair.ask("passes", work=dataclasses.asdict(work), count=count)
-        except PairFailed as failure:
-            self.reason = str(failure)
-            self.close()
-            return None
-
-    def close(self) -> None:
-        if self._pair is not None:
-            self._pair.close()
-            self._pair = None
 
 
 def measure(
@@ -62,7 +28,7 @@ def measure(
     found_versions: dict[str, str] = {}
     for ranks in RANKS:
         systems = {
-            module: System(module, interpreter, ranks)
+            module: System(["benchmarks.moe_worker", module], interpreter, ranks)
             for module, interpreter in {(v.module, v.interpreter) for v in VARIANTS.values()}
         }
         try:
@@ -75,9 +41,8 @@ def measure(
                     for name in list(VARIANTS)[:: -1 if index % 2 else 1]:
                         variant = VARIANTS[name]
                         system = systems[variant.module]
-                        replies = system.passes(
-                            dataclasses.replace(work, capacity=variant.capacity), steps
-                        )
+                        asked = dataclasses.replace(work, capacity=variant.capacity)
+                        replies = system.ask("passes", work=dataclasses.asdict(asked), count=steps)
                         if replies is None:
                             samples[name] = system.reason
                             continue

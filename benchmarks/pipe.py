@@ -13,9 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from statistics import mean, median
 from typing import Any
 
-from benchmarks import peer_env
-from benchmarks.machine import ROOT
-from benchmarks.pair import Pair, PairFailed
 from benchmarks.pipe_result import (
     BY_ACTIONS,
     BY_LAYERS,
@@ -30,6 +27,7 @@ from benchmarks.pipe_result import (
     Variant,
 )
 from benchmarks.pipe_work import PipeWork
+from benchmarks.system import Replies, System
 from zeroexp.pipeline.costs import Costs
 from zeroexp.pipeline.schedules import make_schedule
 from zeroexp.pipeline.simulate import simulate
@@ -39,53 +37,6 @@ TINY = PipeWork(vocab=64, context=16, dim=16, layers=6, heads=1, samples=1, leng
 
 COMPARED = 3
 """Steps whose losses must agree."""
-
-Replies = list[dict[str, Any]]
-
-
-class System:
-    """The processes of one variant on one work; a failure ends it for the rest of the run."""
-
-    def __init__(self, variant: Variant, work: PipeWork) -> None:
-        self._variant = variant
-        self._work = dataclasses.replace(work, stages=variant.stages)
-        self._pair: Pair | None = None
-        self.reason: str | None = None
-        self.versions: dict[str, str] = {}
-        self.losses: list[float] = []
-        """Of its first steps, which are those of every other system too."""
-        if variant.interpreter == "peers" and not peer_env.exists():
-            self.reason = "no environment for it: python -m benchmarks peers"
-
-    def _started(self) -> Pair:
-        if self._pair is None:
-            variant = self._variant
-            self._pair = Pair(
-                ["benchmarks.pipe_worker", variant.module],
-                variant.interpreter,
-                variant.stages,
-                threads=1,
-                disk=ROOT / "build",
-            )
-            start = {"work": dataclasses.asdict(self._work), "options": dict(variant.options)}
-            self.versions = self._pair.ask("start", timeout=1800.0, **start)[0]
-        return self._pair
-
-    def ask(self, do: str, **arguments: int) -> Replies | None:
-        """The replies of all ranks; None where there is a ``reason``."""
-        if self.reason is not None:
-            return None
-        try:
-            return self._started().ask(do, **arguments)
-        except PairFailed as failure:
-            self.reason = str(failure)
-            self.close()
-            return None
-
-    def close(self) -> None:
-        if self._pair is not None:
-            self._pair.close()
-            self._pair = None
 
 
 class Case:
@@ -125,14 +76,18 @@ def measure(
     )
     span = Case(SPAN, "of zeroexp, from a barrier to the end of the last action", "ms")
     idle = Case(IDLE, "of both ranks' time in it", "%")
-    systems = {name: System(variant, work) for name, variant in variants.items()}
-    small = {name: System(v, TINY) for name, v in variants.items() if CPU in v.times}
+    systems = {name: _system(variant, work) for name, variant in variants.items()}
+    small = {name: _system(v, TINY) for name, v in variants.items() if CPU in v.times}
     versions: dict[str, str] = {}
+    losses: dict[str, list[float]] = {}  # of the first steps, which are the same for all
     try:
         everything = [*systems.items(), *small.items()]
         with ThreadPoolExecutor(len(everything)) as pool:
-            for name, reason in pool.map(_started, everything):
-                say(f"{name}: {reason or 'started'}")
+            asked = pool.map(lambda entry: entry[1].ask("passes", count=COMPARED), everything)
+            for (name, system), replies in zip(everything, asked, strict=True):
+                say(f"{name}: {system.reason or 'started'}")
+                if replies is not None and system is systems.get(name):
+                    losses[name] = replies[-1]["losses"]
         for index in range(rounds):
             turn = index % len(systems)
             order = [*systems][turn:] + [*systems][:turn]
@@ -145,8 +100,8 @@ def measure(
                         case.samples[name] = systems[name].reason
                         continue
                     case.add(name, _milliseconds(replies))
-                    case.losses[name] = systems[name].losses
-                    versions |= systems[name].versions
+                    case.losses[name] = losses[name]
+                    versions |= systems[name].started
                     say(f"round {index + 1}, {case.name}: {name} {case.samples[name][-1]:.1f} ms")
             for name, system in small.items():
                 value = _microseconds(system, TINY, steps)
@@ -167,13 +122,14 @@ def measure(
             system.close()
 
 
-def _started(entry: tuple[str, System]) -> tuple[str, str | None]:
-    """Its name, and why it does not run."""
-    name, system = entry
-    replies = system.ask("passes", count=COMPARED)
-    if replies is not None:
-        system.losses = replies[-1]["losses"]
-    return name, system.reason
+def _system(variant: Variant, work: PipeWork) -> System:
+    work = dataclasses.replace(work, stages=variant.stages)
+    return System(
+        ["benchmarks.pipe_worker", variant.module],
+        variant.interpreter,
+        variant.stages,
+        start={"work": dataclasses.asdict(work), "options": dict(variant.options)},
+    )
 
 
 def _milliseconds(replies: Replies) -> float:

@@ -53,7 +53,7 @@ def tokens(step: int, count: int) -> list[MicroBatch]:
 
 
 def ragged(step: int, count: int) -> list[MicroBatch]:
-    """Shapes that change between batches and micro-batches."""
+    """Shapes that change between batches and micro-batches (PP-01)."""
     return [rows(10 * step + m, 1, samples=1 + (step + m) % 4)[0] for m in range(count)]
 
 

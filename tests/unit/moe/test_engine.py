@@ -40,7 +40,7 @@ def test_layers_learn_their_paths_and_biases_move_once_a_step() -> None:
     engine.close()
 
 
-def test_experts_that_came_after_the_optimizer_are_reported(
+def test_experts_that_came_after_the_optimizer_are_reported(  # MO-07
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = nn.Sequential(nn.Linear(8, 8))
