@@ -196,13 +196,16 @@ class PipeEngine(Engine):
         return result.loss
 
     def _recover(self) -> None:
-        """After a run that failed: no stage is in use, and gradients of a part of a batch are no
-        gradients."""
+        """After a run that failed: no stage is in use, gradients of a part of a batch are no
+        gradients, and losses that modules made in it are nobody's."""
         self.owner.tidy()
         if self._torn:
             self._torn = False
             self._runs = 0
             super().zero_grad()
+            for companion in self.companions:
+                if section := companion.section([self.module]):
+                    section.take_losses()
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Result:
         """Forward of one batch of any size without gradients: with ``targets`` the mean loss on

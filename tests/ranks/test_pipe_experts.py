@@ -287,6 +287,36 @@ def test_a_loss_that_forgets_the_gates_is_told(ranks: Any) -> None:
         assert name == "StageError" and "auxiliary_loss(model)" in text
 
 
+def after_a_failure() -> dict[str, Tensor]:
+    case = Case(schedule="1f1b", stage=1, bare_end=True)
+    model = case.model()
+    config = {
+        **settings(1, timeout=20),
+        "pipeline": {"schedule": "1f1b", "stages": 2, "micro_batches": MICRO},
+    }
+    fails = [False, False, True]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if fails and fails.pop(0):
+            raise ValueError("before it takes the gates' losses")
+        return loss_of(model)(output, target)
+
+    engine = PipeEngine(model, torch.optim.SGD(model.parameters(), lr=0.1), config, loss=loss)
+    for step in (7, 0, 1):
+        x, y = (torch.stack(each) for each in zip(*case.batch(step, 1), strict=True))
+        name, _ = caught(engine.train_batch, x, y)
+        assert name == ("StageError" if step == 7 else "")
+        engine.step()
+    state = engine.state_dict()
+    engine.close()
+    return state
+
+
+def test_losses_of_a_batch_that_failed_are_forgotten(ranks: Any) -> None:
+    found = ranks(2)(after_a_failure)[0]
+    assert furthest(found, plain(Case(bare_end=True, steps=2), 1)["state"]) <= 1e-12
+
+
 def test_a_rank_alone_counts_for_the_mean_of_seconds() -> None:
     layer = MoE(4, nn.Linear(4, 4), 2)
     layer(torch.zeros(3, 4))
