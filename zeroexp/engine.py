@@ -412,7 +412,7 @@ class Engine:
         self._parked.need("a step", *STATE_KINDS)
         applied = self._boundary.step(self._chosen(optimizer))
         for companion in self.companions if applied else ():
-            companion.after_step(self.world.control)
+            companion.after_step(self.world.control, self.world.pipe)
         if applied and self.scheduler is not None:
             self.scheduler.step()
         self.ledger.mark_step()

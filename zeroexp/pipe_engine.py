@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, cast
@@ -33,6 +34,8 @@ from zeroexp.pipeline.runtime.stage_owner import StageOwner
 from zeroexp.pipeline.runtime.tree import tensors_of
 from zeroexp.precision import Policy
 from zeroexp.zero.marked import MarkedResidency
+
+_LOG = logging.getLogger("zeroexp")
 
 Loss = Callable[[Any, Any], Tensor]
 """A micro-batch's mean loss from the model's output and its target."""
@@ -86,6 +89,8 @@ class PipeEngine(Engine):
         schedule = found.schedule
         self.found = found
         """Schedule and cut, and why ``pipeline.schedule=auto`` took them and not others."""
+        if rank == 0 and found.reason:
+            _LOG.info("pipeline.schedule=auto: %s", found.reason)
         place = rank // (size // asked.size)
         held = schedule.stages_of(place)
         stages = split(model, found.where, held, recompute=recompute, context=context).stages
@@ -102,6 +107,8 @@ class PipeEngine(Engine):
         numbers = map(found.where.stage, range(found.where.num_stages))
         parts = [[layers[number][1] for number in stage] for stage in numbers]
         carry_losses(stages, parts, self.companions)
+        self._sections = [s for c in self.companions if (s := c.section([module])) is not None]
+        self._meets_others = any(section.meets_others for section in self._sections)
         residency = cast(MarkedResidency, self.residency)
         if residency.gathers:
             schedule = with_residency(schedule, asked.whole_stages)
@@ -183,17 +190,29 @@ class PipeEngine(Engine):
         if self.owner.ends_window:
             self._runs = 0
         self._torn = True
-        result = self.executor.run(
-            None if inputs is None else Mapped(inputs, self.cast),
-            targets,
-            weights=weights,
-            scale=self.loss_scale / self.runs_per_step,
-        )
+        with self._together():
+            result = self.executor.run(
+                None if inputs is None else Mapped(inputs, self.cast),
+                targets,
+                weights=weights,
+                scale=self.loss_scale / self.runs_per_step,
+            )
         self._torn = False
         assert result.loss is not None  # for the type checker: a training run has one
         if self.is_last:
             self._window.saw_loss(torch.tensor(result.loss))
         return result.loss
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Around a run. Where its forwards need other data-parallel ranks, these wait for one that
+        has failed, and do not know why: it must not start another run in the meantime."""
+        try:
+            yield
+        except BaseException:
+            if self._meets_others:
+                self.executor.interrupt()
+            raise
 
     def _recover(self) -> None:
         """After a run that failed: no stage is in use, gradients of a part of a batch are no
@@ -203,18 +222,22 @@ class PipeEngine(Engine):
             self._torn = False
             self._runs = 0
             super().zero_grad()
-            for companion in self.companions:
-                if section := companion.section([self.module]):
-                    section.take_losses()
+            for section in self._sections:
+                section.forget()
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Result:
         """Forward of one batch of any size without gradients: with ``targets`` the mean loss on
         every rank of the pipe, without them the outputs by micro-batch on the last stage's. The
         first stage needs the inputs, the last one the targets."""
+        self.executor.refuse_if_interrupted()
         sizes = {t.shape[0] for t in tensors_of(inputs) if t.dim()} if self.is_first else {0}
-        samples = self.executor.channel.exchange_notes(max(sizes, default=0), "size of a batch")
+        what = "size of a batch"
+        notes = self.executor.channel.exchange_notes(max(sizes, default=0), what)
+        samples = [notes[self.first_place]]
+        if self._meets_others:  # as many forwards on each of them
+            samples = exchange_notes(self.world.control, samples[0], what)
         count = next(
-            m for m in range(self.micro_batches, 0, -1) if samples[self.first_place] % m == 0
+            m for m in range(self.micro_batches, 0, -1) if all(n % m == 0 for n in samples)
         )
         parts = [
             None if value is None else Parts(value, count)
@@ -228,7 +251,7 @@ class PipeEngine(Engine):
         """The same of ``count`` micro-batches that the caller has cut."""
         self._recover()
         self._forward_begins()
-        with self.owner.all_whole():
+        with self._together(), self.owner.all_whole():
             return self.executor.evaluate(
                 None if inputs is None else Mapped(inputs, self.cast),
                 targets,

@@ -170,7 +170,7 @@ def check_make(command: str) -> None:
         assert last.endswith(f"bin/python train.py {arguments}")
         composes(last)
     else:
-        assert last.rstrip().endswith(f"-m pytest {arguments}".rstrip())
+        assert last.rstrip().endswith(f"-m pytest -n 2 --dist loadfile {arguments}".rstrip())
         assert target == "test"
 
 

@@ -40,6 +40,7 @@ class Case:
     recompute: bool = False
     bare_end: bool = False
     steps: int = 3
+    tied: bool = False
     moe: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, Any] = field(default_factory=dict)
 
@@ -48,6 +49,8 @@ class Case:
         more = {"balance_loss": 0.3, "z_loss": 0.01, **self.moe}
         shares = self.degree if degree is None else degree
         blocks = [Block(shares, self.expert, more) for _ in range(2 if self.bare_end else 4)]
+        if self.tied:  # one block, used on both stages
+            blocks[2:] = blocks[:2]
         ends = [nn.Linear(WIDTH, WIDTH), nn.Tanh()] if self.bare_end else []
         return nn.Sequential(nn.Linear(6, WIDTH), *blocks, *ends, nn.Linear(WIDTH, 3)).to(
             self.dtype
@@ -62,8 +65,15 @@ class Case:
 
 
 def loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    """The gates' losses with a weight of its own, to see that it reaches every stage."""
-    return lambda output, target: F.mse_loss(output, target) + 2 * auxiliary_loss(model)
+    """Each gate's loss with a weight of its own, to see that it reaches its stage."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        gates = moe_layers(model).values()
+        return F.mse_loss(output, target) + sum(
+            weight * auxiliary_loss(gate) for weight, gate in enumerate(gates, 1)
+        )
+
+    return loss
 
 
 def trained(case: Case, data_ranks: int) -> dict[str, Any]:
@@ -174,6 +184,7 @@ CASES = [
     Case(schedule="gpipe", stage=0, recompute=True, moe={"bias_rate": 0.1, "gate": "topk"}),
     Case(schedule="1f1b", stage=3, degree=2, recompute=True, moe={"capacity_factor": 0.5}),
     Case(stage=3, degree=2, keys={"offload_kind": "cpu_params"}),
+    Case(schedule="zb_v", stage=1, degree=2, tied=True, moe={"bias_rate": 0.1, "top_k": 1}),
 ]
 
 
@@ -287,8 +298,11 @@ def test_a_loss_that_forgets_the_gates_is_told(ranks: Any) -> None:
         assert name == "StageError" and "auxiliary_loss(model)" in text
 
 
+FAILING = Case(bare_end=True, steps=2, moe={"bias_rate": 0.1, "top_k": 1})
+
+
 def after_a_failure() -> dict[str, Tensor]:
-    case = Case(schedule="1f1b", stage=1, bare_end=True)
+    case = FAILING
     model = case.model()
     config = {
         **settings(1, timeout=20),
@@ -314,7 +328,70 @@ def after_a_failure() -> dict[str, Tensor]:
 
 def test_losses_of_a_batch_that_failed_are_forgotten(ranks: Any) -> None:
     found = ranks(2)(after_a_failure)[0]
-    assert furthest(found, plain(Case(bare_end=True, steps=2), 1)["state"]) <= 1e-12
+    assert furthest(found, plain(FAILING, 1)["state"]) <= 1e-12
+
+
+def uneven_evaluation(sizes: list[int]) -> Any:
+    """An evaluation of another number of samples on each data rank, and a failure on one."""
+    case = Case(degree=2)
+    model = case.model()
+    config = {
+        **settings(1, timeout=6),
+        "pipeline": {"schedule": "1f1b", "stages": 2, "micro_batches": MICRO},
+    }
+    fails = [False]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if fails[0]:
+            raise ValueError("here alone")
+        return F.mse_loss(output, target) + auxiliary_loss(model)
+
+    engine = PipeEngine(model, torch.optim.SGD(model.parameters(), lr=0.1), config, loss=loss)
+    here = dist.get_rank() % 2
+    x, y = (torch.stack(each) for each in zip(*case.batch(0, 4), strict=True))
+    x, y = x[: sizes[here]], y[: sizes[here]]
+    found = engine.evaluate(x, y).loss
+    fails[0] = here == 1
+    first = caught(engine.evaluate, x, y)
+    again = caught(engine.evaluate, x, y)
+    engine.close(collective=False)
+    return found, first, again
+
+
+def test_data_ranks_that_share_experts_evaluate_together(ranks: Any) -> None:
+    sizes = [8, 6]
+    case = Case()
+    model = case.model(1)
+    x, y = (torch.stack(each) for each in zip(*case.batch(0, 4), strict=True))
+    for at, (found, first, again) in enumerate(ranks(4)(uneven_evaluation, sizes)):
+        n = sizes[at % 2]
+        with torch.no_grad():
+            assert found == pytest.approx(float(F.mse_loss(model(x[:n]), y[:n])), rel=1e-12)
+        # The pipe whose loss raised says so; the other one waited for it in vain.
+        assert first[0] == ("StageError" if at % 2 else "CollectiveTimeout"), first
+        assert again[0] == "ModelError" and "Build a new engine" in again[1], again
+
+
+def refused(recompute: bool) -> tuple[str, str]:
+    if recompute:
+        noise = torch.Generator().manual_seed(0)
+        case = Case(moe={"jitter": 0.1, "generator": noise}, recompute=True)
+        schedule = "1f1b"
+    else:
+        case, schedule = Case(degree=2), "auto"
+    model = case.model()
+    config = {**settings(1, timeout=20), "pipeline": {"schedule": schedule, "stages": 2}}
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    sample = torch.zeros(1, 5, 6, dtype=FP64)
+    more: dict[str, Any] = {"sample": sample, "recompute": case.recompute, "loss": F.mse_loss}
+    return caught(lambda: PipeEngine(model, sgd, config, **more))
+
+
+def test_what_a_stage_cannot_do_alone_is_refused(ranks: Any) -> None:
+    for name, text in ranks(4)(refused, False):
+        assert name == "ModelError" and "name a schedule" in text
+    for name, text in ranks(2)(refused, True):
+        assert name == "ModelError" and "generators of their own" in text
 
 
 def test_a_rank_alone_counts_for_the_mean_of_seconds() -> None:

@@ -84,6 +84,27 @@ DONE = Pending((), "nothing", 0.0)
 """What a group of one rank returns: there is nothing to wait for."""
 
 
+def post(
+    kind: Callable[..., dist.Work | None],
+    tensor: Tensor,
+    peer: int,
+    channel: dist.ProcessGroup | None,
+    tag: int,
+) -> dist.Work:
+    """Start a send or a receive (``kind``: ``dist.isend`` or ``dist.irecv``). Raises
+    :class:`CollectiveTimeout` where the peer is gone already."""
+    try:
+        work = kind(tensor, peer, group=channel, tag=tag)
+    except RuntimeError as error:
+        raise CollectiveTimeout(
+            f"the connection to rank {peer} broke ({str(error).splitlines()[0]}); look for the "
+            f"first error of rank {peer}."
+        ) from error
+    if work is None:  # torch returns None to ranks outside the group
+        raise RuntimeError("this rank is not in the group it sends to")
+    return work
+
+
 def close_channel(channel: dist.ProcessGroup) -> None:
     """Destroy a process group; a second time, or after torch destroyed all, does nothing."""
     if dist.is_initialized():

@@ -210,9 +210,11 @@ def layer_shapes(model: ModelConfig, moe: MoeConfig, recompute: bool) -> list[La
         *block_shapes(blocks),
         LayerShape("norm", ("norm.",), dim, kept=norm),
     ]
-    if moe.makes_losses:  # which go to the last stage, from the first block that makes some
-        begin = 1 + next(i for i in range(model.layers) if moe.in_block(i))
-        shapes[begin:] = [replace(shape, beside=LOSS_BYTES) for shape in shapes[begin:]]
+    if moe.makes_losses:  # they go to the last stage beside what blocks give on
+        made = [moe.num_blocks(min(i, model.layers)) for i in range(len(shapes))]
+        shapes = [
+            replace(shape, beside=LOSS_BYTES * n) for shape, n in zip(shapes, made, strict=True)
+        ]
     return [*shapes, head_shape(dim, vocab)]
 
 

@@ -53,11 +53,11 @@ class Bias(nn.Module):
         self.load = None
 
 
-def update_biases(model: nn.Module, group: Group | None = None) -> None:
+def update_biases(model: nn.Module, *groups: Group) -> None:
     """Move every bias of ``model`` once: after an optimizer step, not after a micro-batch.
 
-    ``group`` holds all data-parallel ranks, which must call this together: their loads are summed,
-    in one exchange for all layers.
+    The ranks of ``groups`` (all data-parallel ones, and in a pipeline those of the pipe) must call
+    this together: their loads are summed, in one exchange a group for all layers.
     """
     biases = [module for module in model.modules() if isinstance(module, Bias)]
     if not biases:
@@ -67,7 +67,8 @@ def update_biases(model: nn.Module, group: Group | None = None) -> None:
         none = torch.zeros(bias.value.numel(), dtype=torch.int64, device=bias.value.device)
         loads.append(none if bias.load is None else bias.load)
     total = torch.cat(loads)
-    if group is not None and group.size > 1:
-        total = group.exchange(total, "tokens per expert").sum(0)
+    for group in groups:
+        if group.size > 1:
+            total = group.exchange(total, "tokens per expert").sum(0)
     for bias, load in zip(biases, total.split([load.numel() for load in loads]), strict=True):
         bias.update(load)

@@ -36,8 +36,8 @@ class ExpertCompanion:
             "requires_grad_(False)"
         ]
 
-    def after_step(self, everyone: Group) -> None:
-        update_biases(self._model, everyone)
+    def after_step(self, *groups: Group) -> None:
+        update_biases(self._model, *groups)
 
     def section(self, modules: Iterable[nn.Module]) -> Layers | None:
         layers = moe_layers(nn.ModuleList(modules))

@@ -230,7 +230,7 @@ class MoE(nn.Module):
         if self.gate.bias is not None and not again:
             self.gate.bias.observe(routing.load_E)
         if losses and (torch.is_grad_enabled() or self.forward_is is Forward.FIRST):
-            self._recorded = True
+            self._recorded |= torch.is_grad_enabled()
             self.give_loss(self.weights.total(losses))
 
     def give_loss(self, loss: Tensor) -> None:

@@ -37,7 +37,7 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     of all stages.
     """
     taken = Layers(list(moe_layers(model).values())).take_losses()
-    return torch.zeros(()) if taken is None else taken
+    return torch.zeros(()) if taken is None else taken.sum()
 
 
 def expert_parameters(model: nn.Module) -> Iterator[ExpertParameter]:

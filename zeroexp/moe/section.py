@@ -17,13 +17,24 @@ class Layers:
 
     def __init__(self, layers: Sequence[MoE]) -> None:
         self._layers = layers
+        self._with_losses = [layer for layer in layers if layer.weights.count]
 
     @property
-    def makes_losses(self) -> bool:
-        return any(layer.weights.count for layer in self._layers)
+    def num_losses(self) -> int:
+        return len(self._with_losses)
+
+    @property
+    def meets_others(self) -> bool:
+        return any(layer.expert_parallel > 1 for layer in self._layers)
+
+    @property
+    def draws_apart(self) -> bool:
+        return any(layer.draws_random and layer.gate.draws.source for layer in self._layers)
 
     @contextmanager
     def forward(self, kind: Forward) -> Iterator[None]:
+        sources = [s for s in (layer.gate.draws.source for layer in self._layers) if s is not None]
+        states = [source.get_state() for source in sources]
         for layer in self._layers:
             layer.forward_is = kind
         try:
@@ -31,11 +42,23 @@ class Layers:
         finally:
             for layer in self._layers:
                 layer.forward_is = Forward.WHOLE
+            if kind is Forward.TRIAL:
+                for source, state in zip(sources, states, strict=True):
+                    source.set_state(state)
 
     def take_losses(self) -> Tensor | None:
-        taken = [layer.take_loss() for layer in self._layers]
-        losses = [loss for loss in taken if loss is not None]
-        return torch.stack([loss.to(losses[0].device) for loss in losses]).sum() if losses else None
+        taken = [layer.take_loss() for layer in self._with_losses]
+        first = next((loss for loss in taken if loss is not None), None)
+        if first is None:
+            return None
+        return torch.stack([first.new_zeros(()) if x is None else x.to(first) for x in taken])
 
-    def give_losses(self, total: Tensor) -> None:
-        self._layers[0].give_loss(total)
+    def give_losses(self, losses: Tensor) -> None:
+        for layer, loss in zip(self._with_losses, losses.unbind(), strict=True):
+            layer.give_loss(loss)
+
+    def forget(self) -> None:
+        for layer in self._layers:
+            layer.take_loss()
+            if layer.gate.bias is not None:
+                layer.gate.bias.load = None

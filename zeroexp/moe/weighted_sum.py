@@ -10,6 +10,8 @@ from torch.autograd.function import once_differentiable
 
 
 class _WeightedSum(torch.autograd.Function):
+    backward_may_repeat = True  # where a pipeline splits it
+
     # index_add by itself would keep the weighted rows for its backward, beside the rows.
     @staticmethod
     def forward(

@@ -32,8 +32,19 @@ class Section(Protocol):
     """The modules of one kind in a part of a model."""
 
     @property
-    def makes_losses(self) -> bool:
-        """Whether their forward makes losses that the model's loss function asks them for."""
+    def num_losses(self) -> int:
+        """How many of them make a loss in their forward, which the model's loss function asks them
+        for."""
+        ...
+
+    @property
+    def meets_others(self) -> bool:
+        """Whether their forward needs other data-parallel ranks, which run it as often."""
+        ...
+
+    @property
+    def draws_apart(self) -> bool:
+        """Whether their forward draws from generators that are not torch's default ones."""
         ...
 
     def forward(self, kind: Forward) -> AbstractContextManager[None]:
@@ -41,11 +52,16 @@ class Section(Protocol):
         ...
 
     def take_losses(self) -> Tensor | None:
-        """The sum of the losses that were made since the last call, a scalar."""
+        """Of each of ``num_losses`` what it made since the last call, as a vector; None where no
+        one made any."""
         ...
 
-    def give_losses(self, total: Tensor) -> None:
-        """Have the loss function find ``total`` among their losses."""
+    def give_losses(self, losses: Tensor) -> None:
+        """Have the loss function find such a vector as theirs."""
+        ...
+
+    def forget(self) -> None:
+        """What was made of a batch that failed counts for nothing."""
         ...
 
 
@@ -61,9 +77,9 @@ class Companion(Protocol):
         that an optimizer holds."""
         ...
 
-    def after_step(self, everyone: Group) -> None:
-        """A step was applied; ``everyone`` are all data-parallel ranks, which call this
-        together."""
+    def after_step(self, *groups: Group) -> None:
+        """A step was applied. The ranks of one group after the other call this together: those that
+        have the same part of the model, and those that have the others."""
         ...
 
     def section(self, modules: Iterable[nn.Module]) -> Section | None:

@@ -61,6 +61,14 @@ def arrange(
         name = "1f1b" if asked.schedule == "none" else asked.schedule
         schedule = make_schedule(name, asked.size, micro_batches, asked.num_virtual)
         return Arrangement(schedule, cut(layer_sizes(layers), schedule.num_stages, asked.cut))
+    modules = [layer for _, layer in layers]
+    for companion in companions(nn.ModuleList(modules)):
+        section = companion.section(modules)
+        if section is not None and section.meets_others:  # who do not measure
+            raise ModelError(
+                "rank 0 measures what layers cost, and some of these need other data-parallel "
+                "ranks (experts that lie there): name a schedule, and cut by parameters or layers"
+            )
     found: list[Any] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:

@@ -1,8 +1,8 @@
 """Losses that modules make in their own forward, on their way to the loss function.
 
-It is on the last stage, they are made on all. A scalar goes from stage to stage beside the
-activations, each adds its own, and the gradient comes back on the same way: whatever the loss
-function makes of the sum, every stage gets its part of it.
+It is on the last stage, they are made on all. A vector goes from stage to stage beside the
+activations, to which each adds its own at the end, and the gradients come back on the same way:
+whatever the loss function makes of a loss, the module that made it gets its gradient.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from zeroexp.errors import ModelError
 from zeroexp.pipeline.runtime.stage import Call, Stage
 from zeroexp.zero.companion import Companion, Forward, Section
 
@@ -21,56 +23,67 @@ def carry_losses(
     stages: Sequence[Stage], parts: Sequence[Sequence[nn.Module]], companions: Sequence[Companion]
 ) -> None:
     """Have the ``stages`` of this rank bring the losses of all stages to the last one; ``parts``
-    are the modules of each stage of the pipe."""
-    last = len(parts) - 1
+    are the modules of each stage of the pipe. Raises :class:`ModelError` for modules that a stage
+    cannot run again."""
     for companion in companions:
         sections = [companion.section(part) for part in parts]
-        makes = [section is not None and section.makes_losses for section in sections]
-        whole = companion.section([module for part in parts for module in part])
         for stage in stages:
-            index = stage.index
-            enters = any(makes[:index])
-            if sections[index] is None and not enters:
-                continue
-            stage.call = CarriedLoss(
+            own, before = sections[stage.index], sections[: stage.index]
+            if stage.recompute and own is not None and own.draws_apart:
+                raise ModelError(
+                    f"stage {stage.index} runs its forward again, but modules of it draw from "
+                    "generators of their own, which are not set back: build them without one, or "
+                    "turn recompute off"
+                )
+            carried = CarriedLosses(
                 stage.call,
-                sections[index],
-                enters=enters,
-                leaves=any(makes[: index + 1]) and index < last,
-                sink=whole if enters and index == last else None,
+                own,
+                [section for section in before if section is not None and section.num_losses],
+                is_last=stage.index == len(parts) - 1,
             )
+            if own is not None or carried.num_before:
+                stage.call = carried
 
 
-class CarriedLoss:
-    """Calls a stage's module by ``inside``; ``own`` are those of its modules that make losses.
+class CarriedLosses:
+    """Calls a stage's module by ``inside``; ``own`` are those of its modules that make losses,
+    ``before`` those of the stages before.
 
-    ``enters`` and ``leaves``: whether argument and result are pairs with the sum of the losses so
-    far (None in an evaluation). ``sink`` gets the sum of all, on the last stage.
+    Argument and result are pairs with a vector of the losses so far (None where there are none, as
+    in an evaluation) from the first stage that makes some to the last one, where each module gets
+    back what it made.
     """
 
     def __init__(
-        self,
-        inside: Call,
-        own: Section | None,
-        *,
-        enters: bool,
-        leaves: bool,
-        sink: Section | None,
+        self, inside: Call, own: Section | None, before: Sequence[Section], *, is_last: bool
     ) -> None:
-        self._inside, self._own = inside, own
-        self._enters, self._leaves, self._sink = enters, leaves, sink
+        self._inside, self._own, self._before, self._is_last = inside, own, before, is_last
+        self._sizes = [section.num_losses for section in before]
+        self.num_before = sum(self._sizes)
+        self._num_own = 0 if own is None else own.num_losses
 
     def __call__(self, module: nn.Module, value: Any, kind: Forward) -> Any:
-        before: Tensor | None = None
-        if self._enters:
-            value, before = value
+        losses: Tensor | None = None
+        if self.num_before:
+            value, losses = value
         with nullcontext() if self._own is None else self._own.forward(kind):
             output = self._inside(module, value, kind)
-        if self._sink is not None:
-            if before is not None:
-                self._sink.give_losses(before)
+        if self._is_last:
+            if losses is not None:
+                for section, theirs in zip(self._before, losses.split(self._sizes), strict=True):
+                    section.give_losses(theirs)
             return output
-        if not self._leaves:
+        if self.num_before + self._num_own == 0:
             return output
+        return output, self._with_own(losses)
+
+    def _with_own(self, losses: Tensor | None) -> Tensor | None:
         own = None if self._own is None else self._own.take_losses()
-        return output, own if before is None else before if own is None else before + own
+        if not self.num_before:
+            return own
+        if not self._num_own or (own is None and losses is None):
+            return losses
+        if losses is None:
+            assert own is not None  # for the type checker
+            losses = own.new_zeros(self.num_before)
+        return torch.cat((losses, losses.new_zeros(self._num_own) if own is None else own))

@@ -168,6 +168,18 @@ class Executor:
         actions = forward_lists(self.schedule.rank_of, run.count)[self.rank]
         return self._carry_out(run, actions, run.check)
 
+    def interrupt(self) -> None:
+        """Not every rank that takes part knows that a run has failed: there is no other."""
+        self._interrupted = True
+
+    def refuse_if_interrupted(self) -> None:
+        """Raises :class:`ModelError` where ranks of an earlier run may still wait for this one."""
+        if self._interrupted:
+            raise ModelError(
+                "an earlier run of this pipeline was interrupted: what its ranks sent each other "
+                "is still on its way. Build a new engine, and load a checkpoint"
+            )
+
     def _new_run(
         self,
         inputs: Sequence[Any] | None,
@@ -184,11 +196,7 @@ class Executor:
     def _carry_out(
         self, run: Run, actions: Sequence[Action], prepare: Callable[[], None]
     ) -> Result:
-        if self._interrupted:
-            raise ModelError(
-                "an earlier run of this pipeline was interrupted: what its stages sent each other "
-                "is still on its way. Build a new engine, and load a checkpoint"
-            )
+        self.refuse_if_interrupted()
         self._interrupted = True
         owed = Counter((action.kind, action.stage) for action in actions if action.is_transfer)
         for (way, boundary), outbox in self._outboxes.items():

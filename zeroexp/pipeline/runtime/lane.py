@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroexp.comm import Pending
+from zeroexp.comm.group import post
 from zeroexp.comm.pool import BufferPool
 from zeroexp.ledger import Ledger
 from zeroexp.pipeline.runtime.message import (
@@ -70,15 +71,10 @@ class Wire:
         self.ledger, self._timeout = ledger, timeout
 
     def send(self, buffer: Tensor, part: Part) -> Started:
-        return self._started(dist.isend(buffer, self.peer, self._group, self._tag(part)), buffer)
+        return post(dist.isend, buffer, self.peer, self._group, self._tag(part)), buffer
 
     def recv(self, buffer: Tensor, part: Part) -> Started:
-        return self._started(dist.irecv(buffer, self.peer, self._group, self._tag(part)), buffer)
-
-    def _started(self, work: dist.Work | None, buffer: Tensor) -> Started:
-        if work is None:  # torch returns None to ranks outside the group
-            raise RuntimeError("this rank is not in the group it sends to")
-        return work, buffer
+        return post(dist.irecv, buffer, self.peer, self._group, self._tag(part)), buffer
 
     def wait(self, started: Started, what: str) -> None:
         """Raises :class:`zeroexp.errors.CollectiveTimeout` naming the peer."""

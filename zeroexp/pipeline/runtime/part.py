@@ -43,6 +43,9 @@ def part_of(
                 users.setdefault(id(tensor), set()).add(rank)
     count = max(rank_of) + 1
     everyone = set(range(count))
-    named = (*module.named_parameters(), *module.named_buffers())
+    named = (  # with the other names of what is tied: they are in a state_dict too
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
     holders = {name: tuple(sorted(users.get(id(t), everyone))) for name, t in named}
     return Part(count, index, holders)

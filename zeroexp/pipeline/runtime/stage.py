@@ -61,6 +61,8 @@ class _Pass:
     """Those that a gradient comes back for."""
     places: list[int] | None = None
     """Where they are among all outputs, if that was said before there was a graph."""
+    count: int = 0
+    """How many outputs there were then."""
     roots: list[GradientEdge | None] = field(default_factory=list)
     """Where their gradients go; the loss on the last stage."""
     inputs: list[GradientEdge] = field(default_factory=list)
@@ -167,6 +169,12 @@ class Stage:
             return loss.detach()
         structure, tensors = describe(output)
         places = made.places
+        if places is not None and made.count != len(tensors):
+            raise ModelError(
+                f"stage {self.index} gave {made.count} tensors, and {len(tensors)} when its "
+                "forward ran again: checkpoint(..., use_reentrant=True) inside a stage that "
+                "recomputes does that; use use_reentrant=False"
+            )
         if places is None:
             places = [i for i, meta in enumerate(structure.tensors) if meta.takes_grad]
             made.outputs = [structure.tensors[i] for i in places]
@@ -234,6 +242,7 @@ class Stage:
             replace(meta, takes_grad=self._may_take_grad(given, tensor))
             for meta, tensor in zip(structure.tensors, tensors, strict=True)
         ]
+        made.count = len(tensors)
         made.places = [i for i, meta in enumerate(metas) if meta.takes_grad]
         made.outputs = [metas[i] for i in made.places]
         return Message(Structure(structure.shape, tuple(metas)), tensors)
