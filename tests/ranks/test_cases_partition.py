@@ -74,7 +74,9 @@ def test_z301_ranks_that_generate_for_different_lengths(ranks, stage):
         kind, message = found[r]["error"]
         assert kind == "CollectiveTimeout", message
         assert f"unit {unit}:" in message and f"gather {count} of this unit" in message, message
-        assert f"no answer from rank {1 - r} within 4 s" in message, message
+        # Both deadlines end at the same moment: the later one may find the other rank gone.
+        waited = f"no answer from rank {1 - r} within 4 s" in message
+        assert waited or f"connection to rank {1 - r} broke" in message, message
 
 
 class Trunk(nn.Module):
