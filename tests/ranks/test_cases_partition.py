@@ -70,13 +70,16 @@ def test_z301_ranks_that_generate_for_different_lengths(ranks, stage):
         return
     # Rank 0 has called the model 3 times and once to train; its backward begins with the last
     # layer, for the fifth time. Rank 1 is at the first layer of its fifth call.
+    waited = 0
     for r, (unit, count) in enumerate([("4", 5), ("0", 5)]):
         kind, message = found[r]["error"]
         assert kind == "CollectiveTimeout", message
         assert f"unit {unit}:" in message and f"gather {count} of this unit" in message, message
-        # Both deadlines end at the same moment: the later one may find the other rank gone.
-        waited = f"no answer from rank {1 - r} within 4 s" in message
-        assert waited or f"connection to rank {1 - r} broke" in message, message
+        in_time = f"no answer from rank {1 - r} within 4 s" in message
+        assert in_time or f"connection to rank {1 - r} broke" in message, message
+        waited += in_time
+    # Both deadlines end at about the same moment; gloo breaks the connection at the first one.
+    assert waited
 
 
 class Trunk(nn.Module):
