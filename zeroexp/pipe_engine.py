@@ -33,6 +33,7 @@ from zeroexp.pipeline.runtime.part import layered_in, part_of
 from zeroexp.pipeline.runtime.stage_owner import StageOwner
 from zeroexp.pipeline.runtime.tree import tensors_of
 from zeroexp.precision import Policy
+from zeroexp.zero.companion import sections
 from zeroexp.zero.marked import MarkedResidency
 
 _LOG = logging.getLogger("zeroexp")
@@ -87,8 +88,7 @@ class PipeEngine(Engine):
         sampling = Sampling(sample, context, where, _narrowing(config, module))
         found = arrange(asked, self.micro_batches, layers, sampling)
         schedule = found.schedule
-        self.found = found
-        """Schedule and cut, and why ``pipeline.schedule=auto`` took them and not others."""
+        self._found = found
         if rank == 0 and found.reason:
             _LOG.info("pipeline.schedule=auto: %s", found.reason)
         place = rank // (size // asked.size)
@@ -107,7 +107,7 @@ class PipeEngine(Engine):
         numbers = map(found.where.stage, range(found.where.num_stages))
         parts = [[layers[number][1] for number in stage] for stage in numbers]
         carry_losses(stages, parts, self.companions)
-        self._sections = [s for c in self.companions if (s := c.section([module])) is not None]
+        self._sections = sections(self.companions, [module])
         self._meets_others = any(section.meets_others for section in self._sections)
         residency = cast(MarkedResidency, self.residency)
         if residency.gathers:
@@ -138,14 +138,14 @@ class PipeEngine(Engine):
     def arrangement(self) -> dict[str, Any]:
         """Schedule, ranks, stages, micro-batches, the number of layers of each stage, and what
         ``pipeline.schedule=auto`` says of its choice."""
-        schedule, where = self.found.schedule, self.found.where
+        schedule, where = self._found.schedule, self._found.where
         return {
             "schedule": schedule.name,
             "ranks": schedule.num_ranks,
             "stages": schedule.num_stages,
             "micro_batches": schedule.micro_batches,
             "layers": list(where.sizes),
-            "reason": self.found.reason,
+            "reason": self._found.reason,
         }
 
     # -- training ----------------------------------------------------------------------------------

@@ -137,17 +137,9 @@ def _sparse_weights(model: ModelConfig, moe: MoeConfig) -> int:
     return taken * _expert_weights(model) + (moe.experts + 2 * moe.residual) * model.dim
 
 
-def _rows(moe: MoeConfig) -> float:
-    """Rows that the experts get for one token, if all of them get equally many."""
-    served = 1.0 if moe.capacity_factor is None else moe.capacity_factor
-    if moe.kind != "expert_choice":
-        served = min(1.0, served)
-    return moe.num_choices * served
-
-
 def _gate_bytes(moe: MoeConfig) -> int:
     """What the gate keeps of a token: scores and shares in fp32, places and weights."""
-    return 8 * moe.experts + round(_rows(moe) * 20)
+    return 8 * moe.experts + round(moe.rows_per_token * 20)
 
 
 def idle_params(model: ModelConfig, moe: MoeConfig) -> int:
@@ -188,7 +180,7 @@ def layer_shapes(model: ModelConfig, moe: MoeConfig, recompute: bool) -> list[La
         kept=dim if recompute else attention + mlp + 2 * dropped,
         recomputed=recompute,
     )
-    rows, inner = _rows(moe), (2 if model.activation == "swiglu" else 1) * model.hidden_size
+    rows, inner = moe.rows_per_token, (2 if model.activation == "swiglu" else 1) * model.hidden_size
     # Of each row an expert's input, its hidden layer before the activation, and its output.
     experts = norm + dim + round(rows * (2 * dim + inner)) + moe.shared * hidden
     experts += moe.residual * (hidden + 2 * dim)

@@ -33,8 +33,10 @@ class Layers:
 
     @contextmanager
     def forward(self, kind: Forward) -> Iterator[None]:
-        sources = [s for s in (layer.gate.draws.source for layer in self._layers) if s is not None]
-        states = [source.get_state() for source in sources]
+        drawn = []
+        if kind is Forward.TRIAL:
+            sources = {id(s): s for layer in self._layers if (s := layer.gate.draws.source)}
+            drawn = [(source, source.get_state()) for source in sources.values()]
         for layer in self._layers:
             layer.forward_is = kind
         try:
@@ -42,9 +44,8 @@ class Layers:
         finally:
             for layer in self._layers:
                 layer.forward_is = Forward.WHOLE
-            if kind is Forward.TRIAL:
-                for source, state in zip(sources, states, strict=True):
-                    source.set_state(state)
+            for source, state in drawn:
+                source.set_state(state)
 
     def take_losses(self) -> Tensor | None:
         taken = [layer.take_loss() for layer in self._with_losses]

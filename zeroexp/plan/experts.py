@@ -19,10 +19,7 @@ def all_to_all_bytes(config: Config, blocks: int) -> int:
     if moe.kind == "none" or ranks == 1:
         return 0
     tokens = config.batch_size // config.data_ranks * config.data.seq_len
-    served = 1.0 if moe.capacity_factor is None else moe.capacity_factor
-    if moe.kind != "expert_choice":
-        served = min(1.0, served)  # tokens choose: places that are left stay empty
-    rows = tokens * moe.num_choices * served * (ranks - 1) / ranks
+    rows = tokens * moe.rows_per_token * (ranks - 1) / ranks
     times = 6 if config.recompute.kind == "full" else 4
     width = config.model.dim * ITEMSIZE[NAMES[config.precision.compute]]
     return round(times * rows * width) * blocks

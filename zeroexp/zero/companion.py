@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum, auto
 from typing import Protocol
@@ -93,3 +93,9 @@ def companions(model: nn.Module) -> list[Companion]:
         getattr(type(m), OFFER) for m in model.modules() if hasattr(type(m), OFFER)
     )
     return [make(model) for make in makers]
+
+
+def sections(found: Iterable[Companion], modules: Sequence[nn.Module]) -> list[Section]:
+    """What the companions ``found`` have in ``modules``."""
+    each = (companion.section(modules) for companion in found)
+    return [section for section in each if section is not None]

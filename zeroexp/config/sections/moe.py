@@ -146,6 +146,14 @@ class MoeConfig:
         return _NUM_CHOICES.get(self.kind, self.top_k)
 
     @property
+    def rows_per_token(self) -> float:
+        """Rows that experts get for one token, shared ones left out, if all get equally many."""
+        served = 1.0 if self.capacity_factor is None else self.capacity_factor
+        if self.kind != "expert_choice":
+            served = min(1.0, served)  # tokens choose: places that are left stay empty
+        return self.num_choices * served
+
+    @property
     def drops(self) -> bool:
         """Whether a capacity is set, in training or outside of it."""
         return self.capacity_factor is not None or self.eval_capacity_factor is not None

@@ -23,7 +23,7 @@ from zeroexp.pipeline.runtime.measure import layer_costs
 from zeroexp.pipeline.runtime.split import NamedLayer, layer_sizes
 from zeroexp.pipeline.schedule import Schedule
 from zeroexp.pipeline.schedules import make_schedule
-from zeroexp.zero.companion import Forward, companions
+from zeroexp.zero.companion import Forward, Section, companions, sections
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,11 @@ def arrange(
         name = "1f1b" if asked.schedule == "none" else asked.schedule
         schedule = make_schedule(name, asked.size, micro_batches, asked.num_virtual)
         return Arrangement(schedule, cut(layer_sizes(layers), schedule.num_stages, asked.cut))
-    modules = [layer for _, layer in layers]
-    for companion in companions(nn.ModuleList(modules)):
-        section = companion.section(modules)
-        if section is not None and section.meets_others:  # who do not measure
-            raise ModelError(
-                "rank 0 measures what layers cost, and some of these need other data-parallel "
-                "ranks (experts that lie there): name a schedule, and cut by parameters or layers"
-            )
+    if any(section.meets_others for section in _sections(layers)):  # who do not measure
+        raise ModelError(
+            "rank 0 measures what layers cost, and some of these need other data-parallel ranks "
+            "(experts that lie there): name a schedule, and cut by parameters or layers"
+        )
     found: list[Any] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -116,11 +113,9 @@ def _found(
 
 
 def _costs(layers: Sequence[NamedLayer], sampling: Sampling) -> list[Layer]:
-    modules = [layer for _, layer in layers]
     with ExitStack() as trial:
-        for companion in companions(nn.ModuleList(modules)):
-            if section := companion.section(modules):
-                trial.enter_context(section.forward(Forward.TRIAL))
+        for section in _sections(layers):
+            trial.enter_context(section.forward(Forward.TRIAL))
         trial.enter_context(sampling.context())
         trial.enter_context(torch.enable_grad())
         measured = layer_costs(layers, sampling.sample)
@@ -132,6 +127,11 @@ def _costs(layers: Sequence[NamedLayer], sampling: Sampling) -> list[Layer]:
         )
         for layer in measured
     ]
+
+
+def _sections(layers: Sequence[NamedLayer]) -> list[Section]:
+    modules = [layer for _, layer in layers]
+    return sections(companions(nn.ModuleList(modules)), modules)
 
 
 def _free_bytes(device: torch.device) -> int | None:
